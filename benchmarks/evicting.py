@@ -26,8 +26,9 @@ from kvserve.core import (
 )
 from kvserve.demo.build import build_model
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.worker import Engine, EngineSettings
+from kvserve.engine.worker import Engine
 
 FAMILY = "qwen3_5"
 NUM_STATES = 1000
@@ -154,8 +155,8 @@ def _let_some_leave(scheduler: Scheduler) -> None:
 def _need_all(scheduler: Scheduler) -> None:
     """The row that comes next needs all the memory, whatever it is; else it is as a client's."""
     num_bytes = scheduler.cache.kv_room.left().num_bytes + scheduler.cache.report().stats.ram_bytes
-    entrance: Any = scheduler._entrance
-    entrance.missing_bytes = lambda _row, _behind: num_bytes
+    admission: Any = scheduler._admission
+    admission.missing_bytes = lambda _row, _behind: num_bytes
 
 
 def _request(

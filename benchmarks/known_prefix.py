@@ -23,7 +23,7 @@ from kvserve.demo.build import build_model
 from kvserve.engine.admission import Budget
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import CacheSettings, PrefixCache
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.warming import WarmSettings
 from kvserve.prompt.boundaries import MessageMarkers, learn_markers
@@ -130,7 +130,7 @@ class Known:
         request = GenerationRequest(
             RequestId("known"), TokenSequence(tuple(ids)), 1, SamplingParams(), frozenset(), message_starts=starts
         )
-        row = Row(Generation(request), lambda: None)
+        row = Row(RequestHandle(request), lambda: None)
         self._scheduler.add(row)
         while not self._scheduler.is_idle:
             self._scheduler.tick()

@@ -30,7 +30,7 @@ from kvserve.engine.admission import Budget
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.warming import WarmSettings
 
@@ -132,7 +132,7 @@ class Conversation:
         while not beside.generated:
             self._scheduler.tick()
         stages = self._counted(self._prompt(), num_answer_tokens)
-        beside.generation.cancel()
+        beside.handle.cancel()
         self._run()
         return stages
 
@@ -149,7 +149,7 @@ class Conversation:
         request = GenerationRequest(
             RequestId("passes"), TokenSequence(tuple(prompt)), num_answer_tokens, SamplingParams(), frozenset()
         )
-        return Row(Generation(request), lambda: None)
+        return Row(RequestHandle(request), lambda: None)
 
     def _serve(self, row: Row) -> None:
         self._scheduler.add(row)

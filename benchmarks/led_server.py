@@ -23,7 +23,7 @@ from benchmarks.model_free import Script, Told, script_of
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app.server import Server
 from kvserve.config import Launch, Settings
-from kvserve.engine import scheduler
+from kvserve.engine import decode_group
 from kvserve.observe.terminal import Terminal
 from kvserve.requests.served_model import ServedModel
 
@@ -58,7 +58,7 @@ class LedServer:
         return self._app.resolve_model(None)
 
     def processors_for(self, _sampling: object, num_prompt_tokens: int) -> list[Processor]:
-        """Stands in for the scheduler's: at each step of a led row one token is left to draw."""
+        """Stands in for the engine's: at each step of a led row one token is left to draw."""
         lead = self._lead
         script: list[int] = []
 
@@ -195,7 +195,7 @@ def led_server(folder: Path, scratch: Path, *, warms: bool = False) -> Iterator[
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     app = Server(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
     server = LedServer(app, warms=warms)
-    with mock.patch.object(scheduler, "processors_for", server.processors_for):
+    with mock.patch.object(decode_group, "processors_for", server.processors_for):
         try:
             app.start(threading.Event())
             yield server

@@ -18,12 +18,12 @@ from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app.wiring import engine_settings, identity_settings, request_defaults
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
-from kvserve.engine.prefix_cache import PrefixCache, Tenancy
-from kvserve.engine.row_bytes import RowBytes
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.prefix_cache import CacheLease, PrefixCache
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
@@ -100,7 +100,7 @@ class PlaybackEngine:
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
         self._model = model
         self._settings = engine_settings(settings).cache
-        self._entered: tuple[Tenancy, list[Any]] | None = None
+        self._entered: tuple[CacheLease, list[Any]] | None = None
         self.script: Callable[[GenerationRequest], Script | None] = lambda request: None
         self.cache = self._emptied()
         self.digest = ModelDigest(Path(), None, print, print)  # not needed: nothing outlives the process
@@ -112,21 +112,21 @@ class PlaybackEngine:
         """Begin with an empty cache."""
         self.cache = self._emptied()
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, request: GenerationRequest) -> RequestHandle:
         """Let a row enter; it waits for `answer`."""
-        row = Row(Generation(request), lambda: None)
-        tenancy, caches, row.num_cached_tokens = self.cache.enter(row)
-        self._entered = tenancy, caches
-        return row.generation
+        row = Row(RequestHandle(request), lambda: None)
+        cache_lease, caches, row.num_cached_tokens = self.cache.enter(row)
+        self._entered = cache_lease, caches
+        return row.handle
 
     def answer(self) -> None:
         """The row that entered last: its prefill, what was written, and the idle work after it."""
         if self._entered is None:
             return
-        (tenancy, caches), self._entered = self._entered, None
-        row = tenancy.row
-        for stop in tenancy.stops:
-            self.cache.keep(tenancy, caches, stop.offset)
+        (cache_lease, caches), self._entered = self._entered, None
+        row = cache_lease.row
+        for stop in cache_lease.stops:
+            self.cache.keep(cache_lease, caches, stop.offset)
         row.report_progress(len(row.request.prompt))
         written = self.script(row.request)
         if written is None:
@@ -134,21 +134,21 @@ class PlaybackEngine:
         else:
             for token in written.ids:
                 row.deliver(token)
-            self.cache.finish(tenancy, caches, [*row.request.prompt.ids, *written.tokens])
+            self.cache.finish(cache_lease, caches, [*row.request.prompt.ids, *written.tokens])
             if written.stop_token is None:
                 row.finish("length")
             else:
                 row.finish("stop", num_hidden_tokens=1)
-        self.cache.leave(tenancy)
+        self.cache.leave(cache_lease)
         while self.cache.coalesce():
             pass
 
 
 def _images(model: LoadedModel, template: ChatTemplate) -> Images | None:
     """What reads the pictures of a vision checkpoint."""
-    if model.sight is None:
+    if model.vision is None:
         return None
-    reader = model.sight.reader
+    reader = model.vision.reader
     return Images(reader, reader.words(template.image_words or reader.placeholder))
 
 
@@ -161,7 +161,7 @@ class ModelFree:
         template = ChatTemplate(tokenizer)
         markers = learn_markers(tokenizer, template)
         module: Any = _Layers(is_cuttable=is_cuttable)
-        model = replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=RowBytes(fixed=0, per_token=0))
+        model = replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=KvSize(fixed=0, per_token=0))
         added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
         self.engine = PlaybackEngine(model, settings)
         self._settings = settings

@@ -21,7 +21,7 @@ from kvserve.demo.build import build_model
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 
 NUM_TURNS = 500
 TURN_TOKENS = 64
@@ -46,9 +46,9 @@ class Kept:
         """From the prompt to live caches that hold it. Raises BenchmarkError if anything of it is missing."""
         row = _row(self.prompt)
         started = time.perf_counter()
-        tenancy, _, num_restored = self.cache.enter(row)
+        cache_lease, _, num_restored = self.cache.enter(row)
         seconds = time.perf_counter() - started
-        self.cache.leave(tenancy)
+        self.cache.leave(cache_lease)
         if num_restored != len(self.prompt) - 1:
             raise BenchmarkError(f"{num_restored} of {len(self.prompt)} tokens were restored")
         return seconds
@@ -90,16 +90,16 @@ def _kept(model: LoadedModel, *, num_turns: int, has_idle_time: bool) -> Kept:
     num_tokens = NUM_TURNS * TURN_TOKENS
     prompt = TokenSequence(tuple(token % 1000 for token in range(num_tokens + 1)))
     cache = PrefixCache(model, SETTINGS, fixed_memory(MAX_BYTES), "benchmark")
-    tenancy, live, _ = cache.enter(_row(prompt))
+    cache_lease, live, _ = cache.enter(_row(prompt))
     model.module(mx.zeros((1, num_tokens), mx.int32), cache=live)
     for turn in range(1, num_turns + 1):
-        cache.finish(tenancy, live, prompt.ids[: num_tokens * turn // num_turns])
+        cache.finish(cache_lease, live, prompt.ids[: num_tokens * turn // num_turns])
         while has_idle_time and cache.coalesce():
             pass
-    cache.leave(tenancy)
+    cache.leave(cache_lease)
     return Kept(cache, prompt)
 
 
 def _row(prompt: TokenSequence) -> Row:
     request = GenerationRequest(RequestId("restore"), prompt, 1, SamplingParams(), frozenset())
-    return Row(Generation(request), lambda: None)
+    return Row(RequestHandle(request), lambda: None)

@@ -188,7 +188,7 @@ class Kept:
     def _stand_and_leave(self, tokens: TokenSequence) -> None:
         """What an admitted row does before it begins."""
         if self._disk is not None:
-            self._disk.let_go(self._disk.hold(tokens, owner="somebody"))
+            self._disk.let_go(self._disk.pin(tokens, owner="somebody"))
         else:
             self.tree.release(self._stand(tokens))
 

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.model import LoadedModel, load
-from kvserve.engine.row_bytes import RowBytes
 
 
 class Weightless:
@@ -51,4 +51,4 @@ def weightless_model(
     module: Any = Weightless(num_layers, num_heads, head_dim, vocab_size=8, num_states=num_states)
     per_token = 2 * num_layers * num_heads * head_dim * mx.float32.size
     fixed = num_states * head_dim * mx.float32.size
-    return replace(model, module=module, sizes=RowBytes(fixed=fixed, per_token=per_token))
+    return replace(model, module=module, sizes=KvSize(fixed=fixed, per_token=per_token))

@@ -93,7 +93,7 @@ class Reference:
 
     def __init__(self, app: AppUnderTest) -> None:
         self._app = app
-        self.needs_states: bool = app.served.engine._ask(lambda scheduler: scheduler.cache._needs_checkpoints)
+        self.needs_states: bool = app.served.engine._ask(lambda scheduler: scheduler.cache.needs_checkpoints)
         self.texts: dict[Messages, str] = {}
         self.ids: dict[Messages, tuple[int, ...]] = {}
 

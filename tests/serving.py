@@ -24,9 +24,9 @@ import kvserve.web.server
 from kvserve.app.server import Server
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
-from kvserve.engine import prefill_pool
-from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine import decode_group, prefill_pool
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.prefill import Prefill
 from kvserve.observe.terminal import Terminal
 from kvserve.requests.served_model import ServedModel
@@ -222,7 +222,7 @@ def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterat
     """
     tokenizer = under_test.served.tokenizer
     script = [*tokenizer.encode(text), *([min(tokenizer.stop_token_ids)] if ends else [])]
-    real = scheduler_module.processors_for
+    real = decode_group.processors_for
 
     def processors_for(params: Any, num_prompt_tokens: int) -> list[Any]:
         if params.seed != SCRIPT_SEED:
@@ -237,7 +237,7 @@ def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterat
         return [follow]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "processors_for", processors_for)
+        patch.setattr(decode_group, "processors_for", processors_for)
         yield {"seed": SCRIPT_SEED}
 
 
@@ -246,12 +246,12 @@ def no_tokens() -> Iterator[None]:
     """Running answers stand still behind their first token meanwhile, and everything else goes on: they are not over
     before what a test does beside them, however long its threads slept. Prompts may wait for first tokens."""
 
-    def standing(step: Callable[[DecodePool], Step]) -> Callable[[DecodePool], Step]:
-        def wait(pool: DecodePool) -> Step:
+    def standing(step: Callable[[DecodePool], DecodeResult]) -> Callable[[DecodePool], DecodeResult]:
+        def wait(pool: DecodePool) -> DecodeResult:
             if not all(row.generated for row in pool.rows()):
                 return step(pool)
             time.sleep(0.002)
-            return Step()
+            return DecodeResult()
 
         return wait
 

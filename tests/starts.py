@@ -18,9 +18,9 @@ import pytest
 
 from kvserve.app import model_swap
 from kvserve.core import SamplingParams
-from kvserve.engine import worker
-from kvserve.engine.census import census
-from kvserve.engine.leaves import leaves
+from kvserve.engine import engine_start
+from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.loaded_files import file_stamps
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
@@ -40,12 +40,12 @@ _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=l
 """A swap of models collects what was frozen too: of a server its modules, of a process of tests every collected test as
 well, which takes a third of a second. Here nothing is frozen, so what a model leaves is collected without that."""
 
-_load, _check_caches, _draw_two_tokens = worker.load, worker.check_caches, worker.draw_two_tokens
+_load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
 _probed = template._probed
 
 
 def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
-    stamps = (folder, *sorted(census(folder).items()))  # sizes, times and places of all files
+    stamps = (folder, *sorted(file_stamps(folder).items()))  # sizes, times and places of all files
     if stamps not in _fingerprints:
         _fingerprints[stamps] = fingerprint_of(folder)
     _loading.model = (_fingerprints[stamps], kv)
@@ -57,7 +57,7 @@ def _check_caches_once(model: LoadedModel) -> CacheSupport:
     loaded = _loading.__dict__.pop("model", None)
     if loaded is None:
         return _check_caches(model)
-    key = (*loaded, tuple(type(leaf) for leaf in leaves(model.new_caches())))
+    key = (*loaded, tuple(type(leaf) for leaf in flat_caches(model.new_caches())))
     if key not in _verdicts:
         _verdicts[key] = _check_caches(model)
     _loading.key = key
@@ -84,10 +84,10 @@ def _probed_once(compiled: Any, row: Any = None) -> Any:
 def remembered_starts() -> Iterator[None]:
     """Meanwhile a start takes from the ones before what it would find out again. What a test has replaced stays so."""
     with pytest.MonkeyPatch.context() as patch:
-        if worker.load is _load and worker.check_caches is _check_caches:
-            patch.setattr(worker, "load", _load_and_note)
-            patch.setattr(worker, "check_caches", _check_caches_once)
-            patch.setattr(worker, "draw_two_tokens", _draw_two_tokens_once)
+        if engine_start.load is _load and engine_start.check_caches is _check_caches:
+            patch.setattr(engine_start, "load", _load_and_note)
+            patch.setattr(engine_start, "check_caches", _check_caches_once)
+            patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
         if not IS_FULL:

@@ -118,7 +118,7 @@ DOORS = (
         starts_thread,
         (
             "kvserve/engine/worker.py",
-            "kvserve/engine/courier.py",
+            "kvserve/engine/token_dispatcher.py",
             "kvserve/engine/model_digest.py",
             "kvserve/cache/disk_worker.py",
             "kvserve/cache/disk_tier.py",

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from kvserve.core import GenerationRequest, JsonObject
-from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine.rows import Generation
+from kvserve.engine import decode_group
+from kvserve.engine.rows import RequestHandle
 from tests.models import tiny_model
 from tests.prompt.call_forms import SMALL, source_of
 from tests.prompt.vocabularies import SHARED
@@ -46,7 +46,7 @@ def prompts_of(app: AppUnderTest) -> Iterator[list[tuple[int, ...]]]:
     engine, prompts = app.served.engine, list[tuple[int, ...]]()
     submit = engine.submit
 
-    def seen(request: GenerationRequest) -> Generation:
+    def seen(request: GenerationRequest) -> RequestHandle:
         prompts.append(request.prompt.ids)
         return submit(request)
 
@@ -81,7 +81,7 @@ CLOSING = "<|call_end|><|calls_end|>"
 def reading_along() -> Iterator[list[int]]:
     """The tokens that the model has read when it answers a request with SCRIPT_SEED."""
     read: list[int] = []
-    real = scheduler_module.processors_for
+    real = decode_group.processors_for
 
     def look(tokens: mx.array, logits: mx.array) -> mx.array:
         read[:] = tokens.tolist()
@@ -91,7 +91,7 @@ def reading_along() -> Iterator[list[int]]:
         return [look] if params.seed == SCRIPT_SEED else real(params, num_prompt_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "processors_for", processors_for)
+        patch.setattr(decode_group, "processors_for", processors_for)
         yield read
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import kvserve.engine.worker
-from kvserve.engine.census import MEMORY_FILE
+import kvserve.engine.engine_start
+from kvserve.engine.loaded_files import MEMORY_FILE
 from kvserve.sessions.archive_file import FILE_NAME
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, Chat, chat_body, eventually, serving_app, unstarted_app, whole
@@ -217,7 +217,7 @@ def test_a_model_that_changed_while_it_was_away_is_described_anew(folder: Path, 
 @contextlib.contextmanager
 def changing_while_it_loads(folder: Path, tmp_path: Path) -> Iterator[AppUnderTest]:
     """A server that has loaded a model of which a file changed meanwhile; afterwards the file is as before."""
-    path, check = folder / "generation_config.json", kvserve.engine.worker.check_caches
+    path, check = folder / "generation_config.json", kvserve.engine.engine_start.check_caches
     held = path.read_bytes()
 
     def changing(model: Any) -> Any:
@@ -225,7 +225,7 @@ def changing_while_it_loads(folder: Path, tmp_path: Path) -> Iterator[AppUnderTe
         return check(model)
 
     with unstarted_app(tmp_path, model_path=str(folder)) as app, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvserve.engine.worker, "check_caches", changing)
+        patch.setattr(kvserve.engine.engine_start, "check_caches", changing)
         app.app.start(threading.Event())
         yield app
     path.write_bytes(held)

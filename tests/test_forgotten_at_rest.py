@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvserve.app.model_factory
-import kvserve.engine.worker
+import kvserve.engine.engine_start
 from kvserve.app.wiring import RECORDS_PREFIX
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.identity.conversations import Conversations
@@ -105,9 +105,9 @@ def test_a_model_that_keeps_no_kv_forgets_that_of_others(tmp_path: Path, monkeyp
         for word in (KEPT, GONE):
             ask(app, word, "other")
         ids = {word: ids_of(app, word, "other") for word in (GONE, KEPT)}
-    real = kvserve.engine.worker.check_caches
+    real = kvserve.engine.engine_start.check_caches
     monkeypatch.setattr(
-        kvserve.engine.worker, "check_caches", lambda model: replace(real(model), can_keep=False, notes=())
+        kvserve.engine.engine_start, "check_caches", lambda model: replace(real(model), can_keep=False, notes=())
     )
     with serving_app(tmp_path, **settings) as app:
         assert app.get("/v1/cache").json["disk"] is None

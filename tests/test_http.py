@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import decode_group
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.prefill import Prefill
 from tests.laws import sampled_cells
@@ -121,7 +121,7 @@ def test_many_clients_that_leave_leave_nothing_behind(roomy: AppUnderTest, num_c
 
 def _plant(monkeypatch: pytest.MonkeyPatch, seed: int, step: int) -> None:
     """The sampler of rows with this seed raises at this step."""
-    real = scheduler_module.sampler_for
+    real = decode_group.sampler_for
 
     def sampler_for(params: Any, *more: int) -> Any:
         sampler, steps = real(params, *more), iter(range(10_000))
@@ -135,7 +135,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, seed: int, step: int) -> None:
 
         return breaking
 
-    monkeypatch.setattr(scheduler_module, "sampler_for", sampler_for)
+    monkeypatch.setattr(decode_group, "sampler_for", sampler_for)
 
 
 @pytest.mark.parametrize("planted", ["sampler", "grammar"])

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import decode_group
 from tests.laws import sampled, sampled_cells
 from tests.requests.test_serve import CALLS, OPENED, SCHEMA, TOOLS, fits, without_space
 from tests.serving import CHAT_PATH, COMPLETION_PATH, SCRIPT_SEED, AppUnderTest, chat_body, serving_app, whole
@@ -42,7 +42,7 @@ def wishing(app: AppUnderTest, text: str) -> Iterator[Mapping[str, Any]]:
     else the request promises comes first. A wish that could not be met is passed over."""
     tokenizer = app.served.tokenizer
     wishes = [*tokenizer.encode(text), min(tokenizer.stop_token_ids)]
-    real = scheduler_module.processors_for
+    real = decode_group.processors_for
 
     def processors_for(params: Any, num_prompt_tokens: int) -> list[Any]:
         def wish(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -52,7 +52,7 @@ def wishing(app: AppUnderTest, text: str) -> Iterator[Mapping[str, Any]]:
         return [wish] if params.seed == SCRIPT_SEED else real(params, num_prompt_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "processors_for", processors_for)
+        patch.setattr(decode_group, "processors_for", processors_for)
         yield {"seed": SCRIPT_SEED}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import decode_group
 from tests.anthropic_serving import MESSAGES_PATH, ask_both, events_of, messages_body
 from tests.laws import sampled
 from tests.models import tiny_model
@@ -71,7 +71,7 @@ def thinking_first(app: AppUnderTest, kind: str, answer: str = ANSWER) -> Iterat
     encode, end = app.served.tokenizer.encode, min(app.served.tokenizer.stop_token_ids)
     closing_ids, said = list(encode(closing)), [*encode(between + answer), end]
     thought = [*encode(opening + "I think. " * 9), *closing_ids]
-    real = scheduler_module.processors_for
+    real = decode_group.processors_for
 
     def wanted(written: list[int]) -> int:
         size = len(closing_ids)
@@ -88,7 +88,7 @@ def thinking_first(app: AppUnderTest, kind: str, answer: str = ANSWER) -> Iterat
         return [wish] if params.seed == SCRIPT_SEED else real(params, num_prompt_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "processors_for", processors_for)
+        patch.setattr(decode_group, "processors_for", processors_for)
         yield {"seed": SCRIPT_SEED, "max_tokens": 120}
 
 

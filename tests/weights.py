@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvserve.engine import model_digest
-from kvserve.engine.census import census
-from kvserve.engine.file_digest import Piece, file_digest, hash_piece, pieces
+from kvserve.engine.file_digest import FilePiece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
+from kvserve.engine.loaded_files import file_stamps
 
 
 def fingerprint_of(folder: Path) -> str:
@@ -22,7 +22,7 @@ def fingerprint_of(folder: Path) -> str:
         path: file_digest(
             stamp.num_bytes, [hash_piece(each, lambda _: None) for each in pieces(folder / path, stamp.num_bytes)]
         )
-        for path, stamp in census(folder).items()
+        for path, stamp in file_stamps(folder).items()
     }
     return model_fingerprint(digests, libraries_of(folder))
 
@@ -72,7 +72,7 @@ def digest_held_back() -> Iterator[threading.Event]:
     written."""
     event = threading.Event()
 
-    def held(piece: Piece, told: Callable[[int], None], **how: bool) -> bytes:
+    def held(piece: FilePiece, told: Callable[[int], None], **how: bool) -> bytes:
         while not event.wait(0.01):
             told(0)
         return hash_piece(piece, told, **how)

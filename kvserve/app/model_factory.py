@@ -20,7 +20,7 @@ from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.core.keeping import Scope
-from kvserve.engine.census import Census, census, differing
+from kvserve.engine.loaded_files import FileStamps, differing, file_stamps
 from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
 from kvserve.engine.model_files import check_weights, weight_file_bytes
@@ -67,7 +67,7 @@ class ModelFactory:
     remote: RemotePictures | None = None
     note: Callable[[str], None] = lambda _: None
     open_records: set[Path] = field(default_factory=set)
-    described: dict[Path, Census] = field(default_factory=dict)
+    described: dict[Path, FileStamps] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
 
     def describe(self, source: ModelSource) -> ServedModel:
@@ -76,7 +76,7 @@ class ModelFactory:
         Raises ModelLoadError for a folder that cannot be served, as far as that shows without loading it.
         """
         folder = source.folder
-        self.described[folder] = census(folder)
+        self.described[folder] = file_stamps(folder)
         check_folder(folder)
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
@@ -124,7 +124,7 @@ class ModelFactory:
     def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
         """The same model as its folder is now: described anew where that has changed. One that cannot be described any
         more cannot be loaded either, which its engine says."""
-        if differing(self.described[source.folder], census(source.folder)) is None:
+        if differing(self.described[source.folder], file_stamps(source.folder)) is None:
             return served
         with self.opening:
             self._part(served.conversations)
@@ -147,14 +147,14 @@ class ModelFactory:
 
     def _images(self, served: ServedModel, model: LoadedModel) -> Images | None:
         """What reads the images of a model that sees; None where its template has no place for them."""
-        if model.sight is None:
+        if model.vision is None:
             return None
         try:
-            words = model.sight.reader.words(served.template.image_words or model.sight.reader.placeholder)
+            words = model.vision.reader.words(served.template.image_words or model.vision.reader.placeholder)
         except ModelLoadError as error:
             self.report(f"{served.name} sees no images: {error}")
             return None
-        return Images(model.sight.reader, words, remote=self.remote)
+        return Images(model.vision.reader, words, remote=self.remote)
 
     def forget_at_rest(self, scope: Scope) -> list[ForgottenRecords]:
         """Forget those who are meant in the records of models that were not described since the start. Blocks on the

@@ -17,7 +17,7 @@ from kvserve.app.catalogue import Catalogue, Listing, ModelSource
 from kvserve.app.model_swap import KnownModel, Maker, ModelSwap, Swap
 from kvserve.core import Turn
 from kvserve.core.keeping import Scope
-from kvserve.engine.worker import EngineStatus
+from kvserve.engine.engine_settings import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress

@@ -16,9 +16,10 @@ from typing import Protocol
 
 from kvserve.app.catalogue import ModelSource
 from kvserve.core.keeping import Scope
+from kvserve.engine.engine_settings import EngineStatus
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_files import weights_stamp
-from kvserve.engine.worker import Engine, EngineStatus
+from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError, NotReady
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.requests.served_model import ServedModel

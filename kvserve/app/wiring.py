@@ -9,10 +9,10 @@ from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.memory_plan import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
-from kvserve.engine.worker import EngineSettings
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.observe.requests import SeeingSettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures

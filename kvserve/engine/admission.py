@@ -1,15 +1,19 @@
-"""Who may enter: rows are admitted by number and by the bytes of KV that they hold at their peak, padding included."""
+"""Who may enter: rows are admitted by number, by the bytes of KV that they hold at their peak, padding included, and by
+the kept KV that they would be restored from, beside what other rows use. `Budget` is arithmetic; `Admission` looks at
+the rows and belongs to the engine thread. It runs no model.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.kv_buffers import num_slots
+from kvserve.engine.kv_size import KvSize
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_outline import ANSWER_ALLOWANCE_TOKENS, admitted_tokens, tokens_of
+from kvserve.engine.rows import Row
 from kvserve.errors import MemoryExhausted
-
-ANSWER_ALLOWANCE_TOKENS = 2048
-"""An answer's share in a row's bytes at admission. Agents ask for 32,000 tokens and use a few hundred of them, so
-reserving the whole `max_tokens` would leave most of the memory idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +22,16 @@ class Budget:
 
     max_rows: int
     max_bytes: float
-    sizes: RowBytes
+    sizes: KvSize
 
     def reserved_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Tokens that a row is counted with."""
         return num_prompt_tokens + min(max_tokens, ANSWER_ALLOWANCE_TOKENS)
 
-    def row_bytes(self, num_tokens: int) -> float:
-        """The most bytes that one row holds on its way to this length, without what is copied."""
-        return self.sizes.peak(num_tokens)
-
     def peak_bytes(self, num_tokens: int) -> float:
         """The most that a row of this length takes alone: its own bytes, and what of them is there twice for a
         moment."""
-        return self.at_peak(self.row_bytes(num_tokens))
+        return self.at_peak(self.sizes.peak(num_tokens))
 
     def at_peak(self, num_bytes: float) -> float:
         """What rows of so many bytes take while one of them joins, leaves or grows."""
@@ -61,7 +61,7 @@ class Budget:
 
     def held_bytes(self, reserved: Sequence[int], padding_bytes: float) -> float:
         """What rows with these reservations take at their peak, with the padding of their batches."""
-        return self.at_peak(sum(self.row_bytes(tokens) for tokens in reserved) + padding_bytes)
+        return self.at_peak(sum(self.sizes.peak(tokens) for tokens in reserved) + padding_bytes)
 
     def can_hold(self, num_tokens: int, reserved: Sequence[int], padding_bytes: float) -> bool:
         """True if a row fits beside the rows with these reservations and the padding of their batches."""
@@ -72,6 +72,96 @@ class Budget:
     def padding_left(self, reserved: Sequence[int], padding_bytes: float) -> float:
         """How much more padding the batches of these rows may have."""
         return max(0.0, (self.max_bytes - self.held_bytes(reserved, padding_bytes)) / self.at_peak(1.0))
+
+
+class Admission:
+    """Admits one model's rows."""
+
+    def __init__(self, budget: Budget, cache: PrefixCache, pool: DecodePool) -> None:
+        self._budget = budget
+        self._cache = cache
+        self._pool = pool
+
+    def has_place(self, running: Sequence[Row]) -> bool:
+        """Whether one more may run, as far as their number goes."""
+        return len(running) < self._budget.max_rows
+
+    def admits(self, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
+        """Whether a row may enter beside those that run. Says where it waits for memory."""
+        if not self.has_place(running):
+            return False
+        if self._fits(row, running):
+            return True
+        self._cache.kv_room.memory.press("running_rows", f"{num_waiting} requests wait for it.")
+        return False
+
+    def measure(self, row: Row, running: Sequence[Row]) -> None:
+        """Note on a row that enters how much of the kept KV it may use, and how much it takes over."""
+        row.restorable_bytes = self._cache.kv_room.restorable_bytes(self._peak_bytes([*running, row]))
+        row.moved_bytes = self._moved_bytes(row, row.restorable_bytes)
+
+    def answer_bytes(self, row: Row) -> float:
+        """Bytes that a row needs beyond what its prompt holds."""
+        return self._budget.answer_bytes(len(row.request.prompt), self._reserved(row))
+
+    def missing_bytes(self, row: Row, behind: Sequence[Row]) -> float:
+        """How much must be free before a row begins beside all that is counted: room for its answer. What is counted
+        of rows that wait `behind` it is not missing yet."""
+        return self.answer_bytes(row) - self._budget.at_peak(self.arriving_bytes(behind))
+
+    def arriving_bytes(self, rows: Sequence[Row]) -> float:
+        """What rows hold, or will hold, that have not begun: their whole prompts."""
+        return sum(max(0, self._budget.sizes.peak(row.num_tokens) - row.moved_bytes) for row in rows)
+
+    def is_outgrown(self) -> bool:
+        """Whether rows that decode hold more than all rows may."""
+        return self._budget.at_peak(self._pool.held_bytes()) > self._budget.max_bytes
+
+    def padding_left(self, running: Sequence[Row]) -> float:
+        """How much more padding the batches of these rows may have."""
+        return self._budget.padding_left(self._all_reserved(running), self._padding_bytes(running))
+
+    def _fits(self, row: Row, running: Sequence[Row]) -> bool:
+        """Alone a row enters all the same, and is restored from what fits."""
+        *reserved, own = self._all_reserved([*running, row])
+        if not self._budget.can_hold(own, reserved, self._padding_bytes([*running, row])):
+            return False
+        if not reserved:
+            return True
+        prompt, partition, room = row.request.prompt, row.request.partition, self._cache.kv_room
+        peak_bytes = self._peak_bytes([*running, row])
+        if room.can_restore(peak_bytes, len(prompt), lambda: self._cache.kept_tokens(prompt, [partition])[0]):
+            return True
+        return self._moved_bytes(row, room.restorable_bytes(peak_bytes)) > 0
+
+    def _moved_bytes(self, row: Row, restorable_bytes: float) -> float:
+        """How much of the kept KV of a row would move out of the tree to it."""
+        partition = row.request.partition
+        return self._cache.kv_moves.planned_bytes(
+            row, restorable_bytes, lambda: self._cache.kept_tokens(tokens_of(row), [partition])[1]
+        )
+
+    def _peak_bytes(self, rows: Sequence[Row]) -> float:
+        return self._budget.held_bytes(self._all_reserved(rows), self._padding_bytes(rows))
+
+    def _padding_bytes(self, rows: Sequence[Row]) -> float:
+        """What rows take beyond their KV and the room for it, those that come again as if they decoded: else one that
+        has outgrown the memory would enter, and be put back, without end."""
+        decoding = set(self._pool.rows())
+        num_again = sum(row.was_put_back and row not in decoding for row in rows) if len(rows) > 1 else 0
+        return self._pool.padding_bytes() + num_again * self._pool.state_bytes
+
+    def _all_reserved(self, rows: Sequence[Row]) -> list[int]:
+        """Of one that comes again and does not decode yet the room that its buffers get by themselves."""
+        decoding = set(self._pool.rows())
+        reserved = {row: self._reserved(row) for row in rows}
+        grown = {row: num_slots(row.num_tokens) for row in rows if row.num_tokens > admitted_tokens(row)}
+        return [reserved[row] if row in decoding else grown.get(row, reserved[row]) for row in rows]
+
+    def _reserved(self, row: Row) -> int:
+        """Tokens that a row is counted with: those that it has, where an answer is longer than its allowance."""
+        reserved = self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
+        return max(reserved, row.num_tokens)
 
 
 def _size(num_bytes: float) -> str:

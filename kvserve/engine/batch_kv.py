@@ -1,9 +1,9 @@
 """Keys and values of the rows that decode together, in full precision: what mlx-lm's `BatchKVCache` does, with as few
 copies as can be. It knows arrays, nothing of requests.
 
-A row that enters an empty batch hands its buffers over, with the room that they have. A row is read as a view: whoever
-keeps something of it copies the tokens that are new, and lets go of the view before the next step, which else could not
-write in place. Rows are copied where a batch gains or loses rows, and where its room is used up.
+A row that enters an empty batch hands its buffers over, with the room that they have. A row is read as a view: the
+prefix cache copies the tokens that are new, and lets go of the view before the next step, which else could not write in
+place. Rows are copied where a batch gains or loses rows, and where its room is used up.
 """
 
 from collections.abc import Sequence

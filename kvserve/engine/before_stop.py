@@ -1,7 +1,7 @@
 """Recurrent states as they were before a step: where an answer ends whose stop token the next prompt may not repeat.
 
 A step hands a token out after the model has gone through it, and a recurrent state cannot be taken back. The step
-replaces these arrays and changes none, so those from before it are there for as long as somebody holds them.
+replaces these arrays and changes none, so those from before it exist for as long as they are held.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from kvserve.engine.leaves import leaves
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.quantised import PackedCache
 
 
@@ -34,14 +34,14 @@ class StatesBefore:
         batch = generator._generation_batch
         if not batch.uids:
             return None
-        flat = leaves(batch.prompt_cache)
+        flat = flat_caches(batch.prompt_cache)
         states = [tuple(leaf.cache) if is_recurrent(leaf) else None for leaf in flat]
         return cls({uid: row for row, uid in enumerate(batch.uids)}, states)
 
     def put_back(self, uid: int, caches: Sequence[Any]) -> bool:
         """Give a row's own caches the states from before the step. Returns False, and changes nothing, where they have
         other layers that cannot be taken back, or no state yet."""
-        row, flat = self.rows.get(uid), leaves(caches)
+        row, flat = self.rows.get(uid), flat_caches(caches)
         can_go_back = all(type(leaf) in (KVCache, PackedCache, ArraysCache) for leaf in flat)
         has_states = all(array is not None for state in self.states for array in state or ())
         if row is None or not can_go_back or not has_states:

@@ -1,5 +1,5 @@
-"""Where failures end in the engine: each border is named after what a failure costs there, and whoever works behind it
-says who hears of it. It knows no model, no cache and no disk.
+"""Where failures end in the engine: each border is named after what a failure costs there, and its caller says who
+hears of it. It knows no model, no cache and no disk.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from kvserve.engine.rows import Row
 
 
 def described(error: Exception) -> str:
-    """What a person reads of an error that nobody foresaw."""
+    """What a person reads of an unforeseen error."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -18,8 +18,8 @@ def described(error: Exception) -> str:
 def engine_outlives(
     report: Callable[[str], None], trouble: str, then: Callable[[str], None] = lambda _reason: None
 ) -> Iterator[None]:
-    """Work of the engine that no row can be blamed for: what it raises is reported as `trouble`, and `then` hears of
-    it, for whoever waits must hear of the end."""
+    """Work of the engine that no row can be blamed for: what it raises is reported as `trouble`, and `then` is called,
+    as clients that wait must hear of the end."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the engine must outlive its own defects
@@ -29,7 +29,7 @@ def engine_outlives(
 
 @contextmanager
 def costs_no_row(report: Callable[[str], None], trouble: str) -> Iterator[None]:
-    """Work on what is kept: what it raises is reported as `trouble`, and the rows go on with what there is."""
+    """Work on what is kept: what it raises is reported as `trouble`, and the rows continue with what there is."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
@@ -42,14 +42,14 @@ def row_fails_alone(row: Row, memory: ShortMemory, leave: Callable[[], None]) ->
     try:
         yield
     except Exception as error:  # noqa: BLE001 - what one row cannot do touches no other
-        row.fail(memory.told(row, error))
+        row.fail(memory.client_error(row, error))
         leave()
 
 
 @contextmanager
 def costs_the_disk_only(tell: Callable[[str], None]) -> Iterator[None]:
-    """Work with the KV on disk: what it raises is told, and the rows go on without what the disk would have given or
-    taken."""
+    """Work with the KV on disk: what it raises is reported, and the rows continue without what the disk would have
+    given or taken."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never a row or its room
@@ -75,5 +75,5 @@ def finding[T](trial: Callable[[], T]) -> T | Exception:
     go of the arrays of its frames."""
     try:
         return trial()
-    except Exception as error:  # noqa: BLE001 - a class, family or checkpoint that nobody knows may raise anything
+    except Exception as error:  # noqa: BLE001 - a class, family or checkpoint that is not known may raise anything
         return error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's tenancy, what is told of it.
+"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's lease, the cache's report.
 No arrays.
 """
 
@@ -29,10 +29,10 @@ class CacheSettings:
 
 
 @dataclass(slots=True, eq=False)
-class Tenancy:
-    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
+class CacheLease:
+    """A row in the cache: the KV that it uses, where its prefill stops, and its prompt for rows that come after it.
 
-    `is_stuck`: what it has computed cannot be taken in while it decodes. `may_evict`: somebody asked for it, so that
+    `is_stuck`: what it has computed cannot be taken in while it decodes. `may_evict`: a client asked for it, so that
     what it computes is worth more than what was used before; else it is kept where there is room.
     """
 
@@ -50,11 +50,14 @@ class Tenancy:
     def stop_at(self, offset: int) -> Stop | None:
         return next((stop for stop in self.stops if stop.offset == offset), None)
 
+    def add_stop(self, stop: Stop) -> None:
+        self.stops = sorted([*self.stops, stop], key=lambda each: each.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class ForgottenKv:
     """What went with those who were forgotten: tokens and bytes in RAM, bytes on disk. `is_done`: all of it is gone;
-    else a part of it leaves the disk later."""
+    else a part of it is deleted from disk later."""
 
     num_tokens: int = 0
     num_ram_bytes: int = 0
@@ -73,7 +76,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters.
+    """What `/v1/cache` shows: the tree's own figures, its budget for kept and live KV, and the engine's counters.
     `has_lost_disk`: there is to be one, and it cannot be used."""
 
     stats: CacheStats

@@ -36,7 +36,7 @@ class GrammarProcessor:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the end of the prompt: a row that enters its batch again tells its answer from the start."""
+        """Back to the end of the prompt: a row that enters a batch again gives its answer from the start."""
         self._matcher.reset()
         self._check_matcher()
         if self._begun and self._matcher.try_consume_tokens(self._begun) < len(self._begun):

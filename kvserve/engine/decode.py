@@ -10,109 +10,27 @@ a model's caches cannot be batched, each row has a generator of its own.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import CacheList, KVCache
 
 from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.borders import guarded
-from kvserve.engine.courier import Departing
-from kvserve.engine.drawn_token import drawn_token, hand_out
-from kvserve.engine.kv_buffers import num_slots, settle
-from kvserve.engine.leaves import leaves
+from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, drawn_token, hand_out
+from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.kv_buffers import settle
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
+from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
+from kvserve.engine.token_dispatcher import SendingModule
 from kvserve.engine.wired import batch_generator
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """One generator and its rows by uid. `used_seconds` is its decoding time divided by the rows that shared it."""
-
-    generator: Any  # BatchGenerator, which is not typed, or SoloGenerator
-    rows: dict[int, Row] = field(default_factory=dict)
-    decoders: "dict[int, Decoder]" = field(default_factory=dict)
-    used_seconds: float = 0.0
-    is_packed: bool = False
-    """Whether its rows' KV is quantised: those in full precision decode in another one."""
-    has_lost_rows: bool = False
-    """Whether a row left since the batch was computed last."""
-
-    def drop(self, uid: int) -> Row:
-        """Forget a row that has left the generator."""
-        del self.decoders[uid]
-        self.has_lost_rows = True
-        return self.rows.pop(uid)
-
-    @property
-    def longest(self) -> int:
-        return max((row.num_tokens for row in self.rows.values()), default=0)
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that each row's buffers have room for: a row by itself entered with room for its answer."""
-        if len(self.rows) == 1:
-            [row] = self.rows.values()
-            admitted = admitted_tokens(row)
-            return admitted if row.num_tokens <= admitted else num_slots(row.num_tokens)
-        return self.longest
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """How one row draws its tokens. Rows may share a sampler; one of a row's own (`is_private`) is seeded."""
-
-    sampler: Sampler
-    processors: Sequence[LogitsProcessor]
-    is_private: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
-    exactly these. `rest`: for each leaf those of the batch that goes on, and of the rows that left with this one, which
-    have its buffers too until they are computed; empty where it was alone, None where they cannot be given up."""
-
-    row: Row
-    caches: list[Any]
-    tokens: list[int]
-    rest: tuple[tuple[Any, ...], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A row that left its batch where quantised KV starts, to enter another one with what draws its tokens.
-
-    `left` holds the KV of all its tokens but the newest, in full precision.
-    """
-
-    left: Left
-    decoder: Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
-
-    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again. `broken`: what failed
-    rows held, where it was not their batch that failed.
-    """
-
-    finished: tuple[Left, ...] = ()
-    failed: tuple[Row, ...] = ()
-    evicted: tuple[Row, ...] = ()
-    crossed: tuple[Crossing, ...] = ()
-    is_short_of_memory: bool = False
-    broken: tuple[Left, ...] = ()
 
 
 def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
@@ -126,14 +44,14 @@ def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
 class DecodePool:
     """All decoding rows. Owned by the engine thread; every method but `num_rows` may run the model."""
 
-    def __init__(self, model: LoadedModel, max_batch_size: int, depart: Callable[[], None] = lambda: None) -> None:
-        """`depart` is called in the middle of a step, when the rest of it is the device's."""
+    def __init__(self, model: LoadedModel, max_batch_size: int, send_tokens: Callable[[], None] = lambda: None) -> None:
+        """`send_tokens` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
-        self._depart = depart
-        self._module = Departing(model.module, depart)
+        self._send_tokens = send_tokens
+        self._module = SendingModule(model.module, send_tokens)
         self._max_batch_size = max_batch_size
-        self._groups: list[_Group] = []
-        self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
+        self._groups: list[Group] = []
+        self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
 
     @property
     def num_rows(self) -> int:
@@ -185,46 +103,54 @@ class DecodePool:
             stop_sequences=[StopSequences([[token] for token in stop_tokens])],
         )
         group.rows[uid] = row
-        group.decoders[uid] = decoder
 
-    def look_at(self, row: Row) -> Left | None:
-        """What a row that goes on decoding holds between two steps, not evaluated yet; None if it does not decode."""
+    def look_at(self, row: Row) -> ExtractedRow | None:
+        """What a row that continues decoding holds between two steps, not evaluated yet; None if it does not decode."""
         for group in self._groups:
             for uid, each in group.rows.items():
                 if each is row:
                     caches, tokens = group.generator.extract_cache([uid])[uid]
-                    return Left(row, caches, list(tokens))
+                    return ExtractedRow(row, caches, list(tokens))
         return None
 
-    def remove(self, row: Row) -> Left | None:
+    def remove(self, row: Row) -> ExtractedRow | None:
         """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
         for group in self._groups:
             for uid, each in list(group.rows.items()):
                 if each is row:
                     caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
                     group.drop(uid)
-                    return Left(row, caches, tokens, self._rest(group))
+                    return ExtractedRow(row, caches, tokens, self._rest(group))
         return None
 
-    def hand_out_drawn(self, row: Row) -> Step:
+    def hand_out_drawn(self, row: Row) -> DecodeResult:
         """Hand out the token that the last step has drawn for a row that is about to leave and enter again: what its
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
         for group in self._groups:
             for uid in [uid for uid, each in group.rows.items() if each is row]:
-                token = self._asked(group, partial(drawn_token, group.generator, uid))
-                if isinstance(token, Step):
+                token = self._asked(group, partial(_drawn_id, group.generator, uid))
+                if isinstance(token, DecodeResult):
                     return token
                 if token is not None:
                     hand_out(row, token)
         left = self.remove(row) if row.is_over else None
-        return Step(finished=(left,) if left is not None else ())
+        return DecodeResult(finished=(left,) if left is not None else ())
 
-    def _rest(self, group: _Group, others: Sequence[Left] = ()) -> tuple[tuple[Any, ...], ...]:
+    def at_quantise_start(self) -> list[Row]:
+        """The rows whose next token, which is drawn already, is the first that quantised KV must compute."""
+        start = self._model.sizes.packed_from
+        plain = [(group, uid, row) for group in self._groups if not group.is_packed for uid, row in group.rows.items()]
+        due = [each for each in plain if each[2].num_tokens == start]
+        return [row for group, uid, row in due if drawn_token(group.generator, uid) is not None]
+
+    def _rest(self, group: Group, others: Sequence[ExtractedRow] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""
-        held = [leaves(group.generator._generation_batch.prompt_cache)] if group.rows else []
-        return tuple(zip(*held, *(leaves(left.caches) for left in others), strict=True))
+        held = [flat_caches(group.generator._generation_batch.prompt_cache)] if group.rows else []
+        return tuple(zip(*held, *(flat_caches(left.caches) for left in others), strict=True))
 
-    def _with_rest(self, group: _Group, lefts: Sequence[Left], all_left: Sequence[Left]) -> list[Left]:
+    def _with_rest(
+        self, group: Group, lefts: Sequence[ExtractedRow], all_left: Sequence[ExtractedRow]
+    ) -> list[ExtractedRow]:
         """Rows that leave a group in one step, each with the others who have its buffers."""
         return [
             replace(left, rest=self._rest(group, [other for other in all_left if other is not left])) for left in lefts
@@ -232,29 +158,28 @@ class DecodePool:
 
     def settle(self) -> None:
         """Compute batches that rows have left, large layers one after the other: as long as that is only described,
-        what they were before is there as well. Whoever left is let go of first."""
+        what they were before is there as well. Rows that have left are let go of first."""
         for group in self._groups:
             if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
-                for leaf in leaves(group.generator._generation_batch.prompt_cache):
+                for leaf in flat_caches(group.generator._generation_batch.prompt_cache):
                     if isinstance(leaf, BatchKv) and leaf.keys is not None:
                         settle(leaf.keys, leaf.values)
             group.has_lost_rows = False
 
-    def step(self) -> Step:
+    def step(self) -> DecodeResult:
         """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
         running = [group for group in self._groups if group.rows]
         if not running:
-            return Step()
+            return DecodeResult()
         return self._step_group(min(running, key=lambda group: group.used_seconds))
 
-    def step_all(self) -> Step:
+    def step_all(self) -> DecodeResult:
         """One token for every row: what running streams get between two prefill chunks."""
         steps = [self._step_group(group) for group in list(self._groups) if group.rows]
-        return Step(
+        return DecodeResult(
             tuple(left for step in steps for left in step.finished),
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
-            tuple(crossing for step in steps for crossing in step.crossed),
             any(step.is_short_of_memory for step in steps),
             tuple(left for step in steps for left in step.broken),
         )
@@ -267,23 +192,19 @@ class DecodePool:
         self._groups = []
         return rows
 
-    def _step_group(self, group: _Group) -> Step:
+    def _step_group(self, group: Group) -> DecodeResult:
         started = time.perf_counter()
         num_rows = len(group.rows)
         begun = self._asked(group, partial(self._next, group))
-        if isinstance(begun, Step):
+        if isinstance(begun, DecodeResult):
             return begun
-        at_start, before, responses = begun
+        before, responses = begun
         finished = []
         for response in responses:
             row = group.rows[response.uid]
             if response.finish_reason is not None:
                 group.drop(response.uid)
-                # What a row computed in full precision behind the start of quantised KV is nothing to keep.
-                left = at_start.pop(response.uid, None)
-                if left is not None:
-                    left = replace(left, caches=_taken_back(left.caches, response.prompt_cache))
-                finished.append(left or _left(row, response, before))
+                finished.append(_left(row, response, before))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue
@@ -292,49 +213,23 @@ class DecodePool:
                 row.finish("length")
         failed = [row for row in group.rows.values() if row.failure is not None]
         broken = [left for row in failed if (left := self.remove(row)) is not None]
-        if not at_start:
-            finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
-        crossed = [self._cross(group, uid, left) for uid, left in at_start.items() if uid in group.rows]
+        finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
         group.used_seconds += (time.perf_counter() - started) / num_rows
-        return Step(tuple(finished), tuple(failed), crossed=tuple(crossed), broken=tuple(broken))
+        return DecodeResult(tuple(finished), tuple(failed), broken=tuple(broken))
 
-    def _next(self, group: _Group) -> tuple[dict[int, Left], StatesBefore | None, list[Any]]:
-        """Who crosses at this step, the states from before it where they are held, and the generator's responses."""
-        at_start = self._at_start(group)
+    def _next(self, group: Group) -> tuple[StatesBefore | None, list[Any]]:
+        """The states from before a step where they are held, and the generator's responses."""
         before = StatesBefore.of(group.generator) if self._holds_states else None
-        return at_start, before, group.generator.next()[1]
+        return before, group.generator.next()[1]
 
-    def _asked[T](self, group: _Group, question: Callable[[], T]) -> T | Step:
+    def _asked[T](self, group: Group, question: Callable[[], T]) -> T | DecodeResult:
         """What a generator gives; where it raises, what breaking it up leaves to do."""
         try:
             return question()
         except Exception as error:  # noqa: BLE001 - whatever broke inside a generator, its state is unknown
             return self._break_up(group, error)
 
-    def _at_start(self, group: _Group) -> dict[int, Left]:
-        """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
-
-        That token is drawn already. The next step hands it out, and computes it in full precision for nothing: states
-        and windows are copied before it, keys and values of every token are the same behind it but for one.
-        """
-        start = self._model.sizes.packed_from
-        uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
-        if not uids:
-            return {}
-        self._depart()  # copying takes longer than a pass takes to be described
-        found = group.generator.extract_cache(uids).items()
-        held = {uid: Left(group.rows[uid], _without_rows(caches), list(tokens)) for uid, (caches, tokens) in found}
-        mx.eval([vars(leaf) for left in held.values() for leaf in leaves(left.caches)])
-        # A row that has only just entered has not computed its last prompt token.
-        return {uid: left for uid, left in held.items() if len(left.tokens) == start}
-
-    def _cross(self, group: _Group, uid: int, left: Left) -> Crossing:
-        caches, _ = group.generator.remove([uid], return_prompt_caches=True)[uid]
-        decoder = group.decoders[uid]
-        group.drop(uid)
-        return Crossing(replace(left, caches=_taken_back(left.caches, caches)), decoder)
-
-    def _break_up(self, group: _Group, error: Exception) -> Step:
+    def _break_up(self, group: Group, error: Exception) -> DecodeResult:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
@@ -350,19 +245,19 @@ class DecodePool:
                 row.num_generator_failures += 1
                 row.failure = row.failure or (error if row.num_generator_failures > 1 else None)
             (failed if row.failure is not None else again).append(row)
-        return Step(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
+        return DecodeResult(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
 
     def _blame_for_memory(self, rows: list[Row], error: Exception) -> None:
-        """An allocation failed while these rows computed. The first time none is to blame; after that the longest one,
-        which takes most of the memory, so that the others can go on."""
+        """Note on these rows that an allocation failed while they computed. The first time none is to blame; after that
+        the longest one, which takes most of the memory, so that the others can continue."""
         has_been_tried = any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
         for row in rows:
             row.num_memory_failures += 1
         if has_been_tried:
             longest = max(rows, key=lambda row: row.num_tokens)
-            longest.failure = longest.failure or told(error, self._model.sizes.peak(longest.num_tokens))
+            longest.failure = longest.failure or client_error(error, self._model.sizes.peak(longest.num_tokens))
 
-    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> _Group:
+    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> Group:
         """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass
         over the weights (`most_bytes`)."""
         if not self._model.cache_support.can_batch:
@@ -377,11 +272,11 @@ class DecodePool:
             return min(candidates)[2]
         return self._empty_group(is_packed)
 
-    def _empty_group(self, is_packed: bool) -> _Group:
+    def _empty_group(self, is_packed: bool) -> Group:
         """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
         group = next((group for group in self._groups if not group.rows), None)
         if group is None:
-            group = _Group(self._new_generator())
+            group = Group(self._new_generator())
             self._groups.append(group)
         group.is_packed = is_packed
         busy = [other.used_seconds for other in self._groups if other.rows]
@@ -394,40 +289,19 @@ class DecodePool:
         return batch_generator(self._module, completion_batch_size=self._max_batch_size)
 
 
-def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:
+def _left(row: Row, response: Any, before: StatesBefore | None) -> ExtractedRow:
     """A row that is finished. Of one that ended with another stop token than the next prompt will have behind its
     answer, a state behind that token would be of no use: it gets those from before it, where there are any."""
     caches, tokens = response.prompt_cache, response.all_tokens
     is_repeated = response.finish_reason != "stop" or response.token == row.request.turn_end
     if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
-        return Left(row, caches, tokens)
-    return Left(row, caches, tokens[:-1])
+        return ExtractedRow(row, caches, tokens)
+    return ExtractedRow(row, caches, tokens[:-1])
 
 
-def _without_rows(caches: list[Any]) -> list[Any]:
-    """A row's caches, but without the keys and values that can be cut: held over a step they would have the whole batch
-    copied, which else is written in place."""
-
-    def changed(cache: Any) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*map(changed, cache.caches))  # type: ignore[no-untyped-call]
-        return KVCache() if type(cache) is KVCache else cache  # type: ignore[no-untyped-call]
-
-    return [changed(cache) for cache in caches]
-
-
-def _taken_back(before: list[Any], after: list[Any]) -> list[Any]:
-    """A row's caches as they were before a step of one token: `after` it, and what was held of them before."""
-
-    def changed(old: Any, new: Any) -> Any:
-        if isinstance(new, CacheList):
-            return CacheList(*map(changed, old.caches, new.caches))  # type: ignore[no-untyped-call]
-        if type(new) is not KVCache:
-            return old
-        new.trim(1)  # type: ignore[no-untyped-call]
-        return new
-
-    return [changed(old, new) for old, new in zip(before, after, strict=True)]
+def _drawn_id(generator: Any, uid: int) -> int | None:
+    token = drawn_token(generator, uid)
+    return int(token.item()) if token is not None else None  # type: ignore[arg-type]
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:

@@ -1,5 +1,5 @@
 """Digests of files that were read once, by what shows a change of each. One small file below the cache folder; it holds
-numbers and digests, no names and nobody's words.
+numbers and digests, no names and no words.
 
 It may vanish at any time: what is not remembered is read again. A file that does not add up is worth nothing.
 """
@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from kvserve.cache.disk_store import check_owner
-from kvserve.engine.census import MEMORY_FILE, OURS, Stamp
+from kvserve.engine.loaded_files import MEMORY_FILE, OURS, FileStamp
 
 FORMAT = 1
 UNUSED_SECONDS = 180 * 86_400.0
@@ -52,7 +52,7 @@ class DigestMemory:
         self._note = note
         self._clock = clock
 
-    def find(self, stamps: Iterable[Stamp]) -> dict[Stamp, bytes]:
+    def find(self, stamps: Iterable[FileStamp]) -> dict[FileStamp, bytes]:
         """The digests of those of these files that are remembered."""
         entries = self._read()
         found = {stamp: entries[stamp].digest for stamp in stamps if stamp in entries}
@@ -60,7 +60,7 @@ class DigestMemory:
             self.remember(found)
         return found
 
-    def remember(self, digests: Mapping[Stamp, bytes]) -> None:
+    def remember(self, digests: Mapping[FileStamp, bytes]) -> None:
         """Write these down, and forget what was not used for long. A disk that does not take it is reported."""
         now = self._clock()
         with _writing:
@@ -78,8 +78,8 @@ class DigestMemory:
                 if self._path.parent.is_dir():  # else KV has no place either, which is said there
                     self._report(f"What the weights are cannot be noted, the next start reads them again: {error}")
 
-    def _read(self) -> dict[Stamp, _Entry]:
-        """What is there; nothing where it cannot be read or believed."""
+    def _read(self) -> dict[FileStamp, _Entry]:
+        """The entries of the file; none where it cannot be read or believed."""
         try:
             check_owner(self._path.parent)
             held = json.loads(self._path.read_bytes())
@@ -87,12 +87,13 @@ class DigestMemory:
             if held["format"] != FORMAT or held["check"] != _check(rows):
                 return {}
             return {
-                Stamp(*(int(number) for number in row[:5])): _Entry(_digest_of(row[5]), float(row[6])) for row in rows
+                FileStamp(*(int(number) for number in row[:5])): _Entry(_digest_of(row[5]), float(row[6]))
+                for row in rows
             }
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return {}
 
-    def _write(self, entries: Mapping[Stamp, _Entry]) -> None:
+    def _write(self, entries: Mapping[FileStamp, _Entry]) -> None:
         folder = self._path.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(folder)

@@ -1,4 +1,4 @@
-"""Between the prefix tree and the disk: what is new in RAM is written behind, what only the disk has comes back.
+"""Between the prefix tree and the disk: writes what is new in RAM behind, reads back what only the disk has.
 
     writing   after each extension: parts of a path that the disk does not have, as bytes, into the writer's queue
     advance   for a row that waits: read what the disk has beyond RAM, and let the row's lease grow over it
@@ -64,9 +64,9 @@ class DiskReport:
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
-    """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives,
-    and `base` the state that was read last, from which the next one goes on."""
+class PinnedPrefix:
+    """What an admitted row will start from, kept from eviction; `load`, at most `room_bytes`, is what the disk gives,
+    and `base` the state that was read last, on which the next one builds."""
 
     tokens: TokenSequence
     lease: Lease
@@ -91,14 +91,14 @@ class Hold:
 
 RESCUE_SECONDS = 5.0
 RESCUE_WAIT_SECONDS = 0.02
-"""So long nobody is served while what others have is read before somebody is forgotten; the rest is computed again."""
+"""So long rows wait while what others have is read before an owner is forgotten; the rest is computed again."""
 
 ANY_TOKEN = 0
 """Stands behind what is to be had whole: of a prompt all but the last token are."""
 
 
 class RowsGone(Exception):
-    """What a blob was to be put behind has left RAM meanwhile."""
+    """The rows that a blob continues were evicted from RAM meanwhile."""
 
 
 class DiskCache:
@@ -145,26 +145,26 @@ class DiskCache:
             self.tier.discard(index.exclusive(run, hasher.start(partition).extended(run)))
 
     def forget(self, is_forgotten: IsForgotten, max_bytes: int) -> Removal:
-        """Forget what only these users are known to have used, and what is of nobody who is known; the tree has done so
-        before. What others have that stands on it goes through RAM, within `max_bytes` there, and is written anew."""
-        holds = list(self._rescued(is_forgotten, max_bytes))
+        """Forget what only these users are known to have used, and what has no known user; the tree has done so before.
+        What others have behind it goes through RAM, within `max_bytes` there, and is written anew."""
+        all_pinned = list(self._rescued(is_forgotten, max_bytes))
         removal = self.tier.forget(is_forgotten)
         self.writing.save_kept()
-        for hold in holds:
-            self.let_go(hold)
+        for pinned in all_pinned:
+            self.let_go(pinned)
         return removal
 
-    def _rescued(self, is_forgotten: IsForgotten, max_bytes: int) -> Iterator[Hold]:
+    def _rescued(self, is_forgotten: IsForgotten, max_bytes: int) -> Iterator[PinnedPrefix]:
         """What others would lose, in RAM: as much of it as can be read in a moment."""
         until = time.monotonic() + RESCUE_SECONDS
         for each in self.tier.index.shared_prefixes(is_forgotten):
             if time.monotonic() >= until or self._tree.num_ram_bytes >= max_bytes:
                 return
-            hold = self.hold(TokenSequence((*each.tokens.ids, ANY_TOKEN), each.tokens.images), each.partition)
-            while self.advance(hold) and time.monotonic() < until:
+            pinned = self.pin(TokenSequence((*each.tokens.ids, ANY_TOKEN), each.tokens.images), each.partition)
+            while self.advance(pinned) and time.monotonic() < until:
                 self.tier.wait(RESCUE_WAIT_SECONDS)
-            self._tree.note_users(hold.lease, each.users)
-            yield hold
+            self._tree.note_users(pinned.lease, each.users)
+            yield pinned
 
     def retract(self, path: KeptPath, start: int) -> None:
         """Forget what serves only this path, from `start` on."""
@@ -172,7 +172,7 @@ class DiskCache:
 
     @property
     def answer_stride_tokens(self) -> int:
-        """After so many tokens of an answer the row is kept while it goes on."""
+        """After so many tokens of an answer the row is kept while it continues."""
         return CHECKPOINT_STRIDE_TOKENS if self._needs_checkpoints else ANSWER_STRIDE_TOKENS
 
     def do_idle_work(self, num_bytes: int) -> bool:
@@ -194,7 +194,7 @@ class DiskCache:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def hold(
+    def pin(
         self,
         tokens: TokenSequence,
         partition: str = "",
@@ -202,75 +202,75 @@ class DiskCache:
         room_bytes: float = math.inf,
         *,
         is_guess: bool = False,
-    ) -> Hold:
-        """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
+    ) -> PinnedPrefix:
+        """Pin what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
         lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
-        hold, has_begun = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False
+        pinned, has_begun = PinnedPrefix(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False
         with costs_the_disk_only(partial(self.tier.faults.add, "unreadable")):
-            self._begin(hold, match)
+            self._begin(pinned, match)
             has_begun = True
-        hold.is_settled |= not has_begun
-        return hold
+        pinned.is_settled |= not has_begun
+        return pinned
 
-    def let_go(self, hold: Hold) -> None:
-        """The row has begun, or left: what it waited for is not wanted any more. Idempotent."""
-        self._end_load(hold)
-        hold.is_settled = True
-        self._tree.release(hold.lease)
+    def let_go(self, pinned: PinnedPrefix) -> None:
+        """Let go of a pinned prefix: its row has begun, or left. Idempotent."""
+        self._end_load(pinned)
+        pinned.is_settled = True
+        self._tree.release(pinned.lease)
 
-    def advance(self, hold: Hold) -> bool:
+    def advance(self, pinned: PinnedPrefix) -> bool:
         """Take in what has been read for a row. True as long as there is something to wait for."""
-        if hold.is_settled:
+        if pinned.is_settled:
             return False
-        if hold.load is None:  # another row reads the same blobs
-            self._plan_again(hold)
-            hold.is_settled |= hold.is_stalled
-            return not hold.is_settled
-        is_sound = self._insert_arrived(hold, hold.load)
+        if pinned.load is None:  # another row reads the same blobs
+            self._plan_again(pinned)
+            pinned.is_settled |= pinned.is_stalled
+            return not pinned.is_settled
+        is_sound = self._insert_arrived(pinned, pinned.load)
         if not is_sound:
-            self._end_load(hold)
-            self._plan_again(hold)
-        elif self.tier.is_over(hold.load):
-            self._end_load(hold)
-            hold.is_settled = True
-        elif hold.is_stalled:
-            self.tier.faults.add("unreadable", f"nothing was read for {hold.patience_seconds:.0f} s")
-            self._end_load(hold)
-            hold.is_settled = True
-        return not hold.is_settled
+            self._end_load(pinned)
+            self._plan_again(pinned)
+        elif self.tier.is_over(pinned.load):
+            self._end_load(pinned)
+            pinned.is_settled = True
+        elif pinned.is_stalled:
+            self.tier.faults.add("unreadable", f"nothing was read for {pinned.patience_seconds:.0f} s")
+            self._end_load(pinned)
+            pinned.is_settled = True
+        return not pinned.is_settled
 
     def abandon(self) -> None:
-        """Nobody waits any more, whatever was begun."""
+        """Give up every load that was begun: no row waits for one."""
         self._loading.clear()
 
-    def _plan_again(self, hold: Hold) -> None:
-        """The tree may have grown, and blobs may be gone: what is there now?"""
-        match = self._tree.lookup(hold.tokens, partition=hold.partition)
-        lease = self._tree.acquire(match, user=hold.owner, is_guess=hold.lease.is_guess)
-        self._tree.release(hold.lease)
-        hold.lease = lease
-        self._begin(hold, match)
+    def _plan_again(self, pinned: PinnedPrefix) -> None:
+        """Look again at what is there: the tree may have grown, and blobs may be gone."""
+        match = self._tree.lookup(pinned.tokens, partition=pinned.partition)
+        lease = self._tree.acquire(match, user=pinned.owner, is_guess=pinned.lease.is_guess)
+        self._tree.release(pinned.lease)
+        pinned.lease = lease
+        self._begin(pinned, match)
 
-    def _begin(self, hold: Hold, match: PrefixMatch) -> None:
+    def _begin(self, pinned: PinnedPrefix, match: PrefixMatch) -> None:
         rows, found = self._beyond(match)
-        goal = self._goal(found, match, hold)
+        goal = self._goal(found, match, pinned)
         self.tier.note_restored(rows, max(match.num_usable_tokens, goal.end if goal is not None else 0))
-        hold.goal, hold.load, hold.base, hold.is_settled = goal, None, None, goal is None
-        if match.num_matched_tokens > hold.num_matched_tokens:  # by what another row reads, if not by ours
-            hold.num_matched_tokens, hold.last_news_at = match.num_matched_tokens, time.monotonic()
+        pinned.goal, pinned.load, pinned.base, pinned.is_settled = goal, None, None, goal is None
+        if match.num_matched_tokens > pinned.num_matched_tokens:  # by what another row reads, if not by ours
+            pinned.num_matched_tokens, pinned.last_news_at = match.num_matched_tokens, time.monotonic()
         if goal is None:
             return
         largest = max(entry.num_bytes for entry in goal.entries)
-        hold.patience_seconds = STALLED_SECONDS + 2 * largest / (self.tier.read_rate or UNKNOWN_RATE)
+        pinned.patience_seconds = STALLED_SECONDS + 2 * largest / (self.tier.read_rate or UNKNOWN_RATE)
         if any(entry.name in self._loading for entry in goal.entries):
             return
         self._loading.update(entry.name for entry in goal.entries)
-        hold.load, hold.num_taken = self.tier.load(goal.entries), 0
-        hold.last_news_at = time.monotonic()
+        pinned.load, pinned.num_taken = self.tier.load(goal.entries), 0
+        pinned.last_news_at = time.monotonic()
 
     def _beyond(self, match: PrefixMatch) -> tuple[Sequence[Copy], Found]:
-        """What the disk has beyond what RAM can use, and the blobs that have what a row would stand on."""
+        """What the disk has beyond what RAM can use, and the blobs that have what a row would start from."""
         rows, depth = _on_disk(match)
         index, run = self.tier.index, match.run
         found = index.find(run.part(depth, run.end) if depth else run, match.chain, rows)
@@ -279,37 +279,37 @@ class DiskCache:
         found = found.written()
         return (*rows, *(step.segment for step in found.steps)), found
 
-    def _end_load(self, hold: Hold) -> None:
-        if hold.load is not None:
-            self._loading -= hold.load.names
-            self.tier.cancel(hold.load)
-        hold.load = None
+    def _end_load(self, pinned: PinnedPrefix) -> None:
+        if pinned.load is not None:
+            self._loading -= pinned.load.names
+            self.tier.cancel(pinned.load)
+        pinned.load = None
 
-    def _insert_arrived(self, hold: Hold, load: Load) -> bool:
+    def _insert_arrived(self, pinned: PinnedPrefix, load: Load) -> bool:
         """Let the lease grow over blobs that have arrived, some at a time; what is not taken yet is not read beyond, so
-        whoever takes slowly is read for slowly. False: one of them is of no use."""
-        goal, num_bytes = hold.goal, 0
+        a row that takes slowly is read for slowly. False: one of them is of no use."""
+        goal, num_bytes = pinned.goal, 0
         while goal is not None and num_bytes < MAX_INSERT_BYTES and (taken := self.tier.take(load)):
-            [blob], entry = taken, goal.entries[hold.num_taken]
-            hold.num_taken += 1
-            hold.last_news_at = time.monotonic()
+            [blob], entry = taken, goal.entries[pinned.num_taken]
+            pinned.num_taken += 1
+            pinned.last_news_at = time.monotonic()
             num_bytes += entry.num_bytes
-            if blob is None or not self._insert(hold, goal, entry, blob):
+            if blob is None or not self._insert(pinned, goal, entry, blob):
                 return False
         return True
 
-    def _insert(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> bool:
+    def _insert(self, pinned: PinnedPrefix, goal: Goal, entry: Entry, blob: Blob) -> bool:
         self._make_room(entry.num_bytes)
-        hold.room_bytes -= entry.num_bytes
-        before = hold.lease.num_tokens
+        pinned.room_bytes -= entry.num_bytes
+        before = pinned.lease.num_tokens
         try:
             if blob.head.kind == "checkpoint":
-                self._insert_state(hold, goal, entry, blob)
+                self._insert_state(pinned, goal, entry, blob)
             else:
                 kv = decode_kv(blob.note, blob.tensors)
                 if kv.num_tokens != len(blob.head.tokens):
                     raise NotReadable(f"{kv.num_tokens} rows for {len(blob.head.tokens)} tokens")
-                self._extend(hold, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, entry)
+                self._extend(pinned, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, entry)
                 self.num_restores += not self._needs_checkpoints and entry is goal.segments[-1]
         except RowsGone:
             return False
@@ -317,27 +317,29 @@ class DiskCache:
             self.tier.faults.add("damaged", f"{entry.name}: {error}")
             self.tier.index.forget_entry(entry)
             return False
-        self.num_restored_tokens += (num_tokens := hold.lease.num_tokens - before)
-        hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
+        self.num_restored_tokens += (num_tokens := pinned.lease.num_tokens - before)
+        pinned.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
         return True
 
-    def _insert_state(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> None:
+    def _insert_state(self, pinned: PinnedPrefix, goal: Goal, entry: Entry, blob: Blob) -> None:
         """Raises NotReadable or RowsGone."""
         state = decode_state(blob.note, blob.tensors)
         if blob.head.base:
-            if hold.base is None:
+            if pinned.base is None:
                 raise NotReadable("the state that it goes on from was not read")
             try:
-                state = joined(hold.base, state)
+                state = joined(pinned.base, state)
             except PartsApart as error:
                 raise NotReadable(str(error)) from error
-        hold.base = state
+        pinned.base = state
         if entry is goal.states[-1]:
-            hold.base = None
-            self._extend(hold, goal.end, None, state, entry)
+            pinned.base = None
+            self._extend(pinned, goal.end, None, state, entry)
             self.num_restores += 1
 
-    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry) -> None:
+    def _extend(
+        self, pinned: PinnedPrefix, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry
+    ) -> None:
         """The lease grows to `end` over rows that RAM has, and over those that were read."""
         first = entry.head.tokens.start
 
@@ -350,9 +352,9 @@ class DiskCache:
         is_border = state is not None or end == entry.head.tokens.end
         kind = entry.head.boundary if is_border else "stride"
         take_state = None if state is None else (lambda: state)
-        end = max(end, hold.lease.num_tokens)
-        extension = self._tree.extend(hold.lease, hold.tokens, end, take_rows, take_state, kind)
-        copies = hold.lease.node.copies
+        end = max(end, pinned.lease.num_tokens)
+        extension = self._tree.extend(pinned.lease, pinned.tokens, end, take_rows, take_state, kind)
+        copies = pinned.lease.node.copies
         if extension.num_new_tokens:
             copies.rows = (entry,)
         if extension.has_new_checkpoint:
@@ -360,12 +362,12 @@ class DiskCache:
 
     # --- what is worth reading ----------------------------------------------------------------------------------------
 
-    def _goal(self, found: Found, match: PrefixMatch, hold: Hold) -> Goal | None:
+    def _goal(self, found: Found, match: PrefixMatch, pinned: PinnedPrefix) -> Goal | None:
         """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
         best, best_saved, declined = None, 0.0, None
-        for goal in goals(found, match, hold.tokens, needs_checkpoints=self._needs_checkpoints):
+        for goal in goals(found, match, pinned.tokens, needs_checkpoints=self._needs_checkpoints):
             num_tokens = goal.end - match.num_usable_tokens
-            if num_tokens < MIN_GAIN_TOKENS or goal.num_bytes > hold.room_bytes:
+            if num_tokens < MIN_GAIN_TOKENS or goal.num_bytes > pinned.room_bytes:
                 continue
             declined = goal
             if (saved := self._saved_seconds(num_tokens, goal.num_bytes)) > best_saved:

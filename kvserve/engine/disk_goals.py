@@ -1,4 +1,4 @@
-"""From which places a row could start if the disk were read up to there. It knows what is there, not if that pays."""
+"""The places that a row could start from if the disk were read up to there. Whether that pays is decided elsewhere."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvserve.core import TokenSequence
 @dataclass(frozen=True, slots=True)
 class Goal:
     """The prefix `[0, end)` is to be had from `segments`, in order, and `states`: the checkpoint at its end, and before
-    it those that it goes on from."""
+    it those that it builds on."""
 
     end: int
     segments: tuple[Entry, ...]

@@ -1,4 +1,4 @@
-"""What is new in RAM on its way to the disk: written behind, and waited for only where RAM lets it go, or at the end.
+"""Writes what is new in RAM to disk: behind, and waited for only where RAM evicts it, or at the end.
 
 It belongs to the engine thread. A disk that does not keep up costs a moment now and then, never a request.
 """
@@ -13,11 +13,10 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.kept_path import KeptPart, KeptPath
 from kvserve.cache.node import Lease
-from kvserve.cache.records import Copy
+from kvserve.cache.records import BoundaryKind, Copy
 from kvserve.cache.tree import PrefixTree
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
 from kvserve.engine.borders import costs_the_disk_only
-from kvserve.engine.disk_worth import UNWANTED, is_worth_writing
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from kvserve.engine.windows import since
 
@@ -26,12 +25,20 @@ IDLE_WAIT_SECONDS = 0.02
 MAX_CHAIN = 16
 """So many states are read one after the other at most, to have the windows of the last."""
 
+KINDS: frozenset[BoundaryKind] = frozenset({"system", "user", "answer", "stride"})
+"""Ends whose states are written: those that requests come back to whatever else they change, and what is far from any
+end. A state is as large as thousands of tokens of KV, and in a tool loop a prefill stops at the ends of several
+messages, where RAM keeps one each."""
+
+STRIDE_TOKENS = 8192
+"""So far from the last one any state is written."""
+
 LEAVE_SECONDS = 2.0
-"""So long what must leave RAM may wait until the disk has it; streams stand still meanwhile."""
+"""So long an eviction from RAM may wait until the disk has it; streams pause meanwhile."""
 
 LEAVE_WINDOW_SECONDS = 60.0
 MAX_WAITS_SECONDS = 5.0
-"""All such waits of one window together. A disk that was waited for in vain is left alone for half a window."""
+"""All such waits of one window together. A disk that did not make it in time is left alone for half a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,27 @@ class Flush:
 NOTHING_TO_FLUSH = Flush(0, lambda: 0)
 
 
+def is_worth_writing(kind: BoundaryKind, num_tokens_behind: int, *, is_end: bool) -> bool:
+    """Whether a state goes to disk that stands so many tokens behind the last one there. `is_end`: its path is left
+    now, and nothing stands behind it."""
+    return is_end or kind in KINDS or num_tokens_behind >= STRIDE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwanted:
+    """Stands for the copy of a state that the disk is not to have: its eviction from RAM waits for nothing."""
+
+    is_written: bool = True
+    is_forgotten: bool = False
+
+
+UNWANTED: Copy = _Unwanted()
+
+
 class DiskWriting:
     """The writing side of one model's disk cache. `is_ram_lent`: RAM keeps what rows need now, nothing else;
-    `make_some_room` evicts from RAM for a slice of time, and says whether so many bytes fit or nothing can leave."""
+    `make_some_room` evicts from RAM for a slice of time, and says whether so many bytes fit or nothing can be
+    evicted."""
 
     def __init__(
         self, tier: DiskTier, tree: PrefixTree, *, is_ram_lent: bool, make_some_room: Callable[[float], bool]
@@ -67,12 +92,12 @@ class DiskWriting:
             self.save(path, behind)
 
     def note_users(self, lease: Lease) -> None:
-        """A row added nothing where it stands now, but it used that."""
+        """Note on disk that a row used its path, where it added nothing."""
         if (path := self._end_of(lease, lease.num_tokens)) is not None:
             self._tier.note_users(path)
 
     def _end_of(self, lease: Lease, behind: int) -> KeptPath | None:
-        """What the disk lacks of what a row stands on; all of it where the disk has lost what that follows on."""
+        """What the disk lacks of a row's path; all of it where the disk has lost what that follows."""
         path = self._tree.kept_end(lease, behind)
         is_cut_off = path is not None and self._tier.index.find(path.run, path.chain, path.above).depth < path.run.start
         return self._tree.kept(lease) if is_cut_off else path
@@ -119,12 +144,12 @@ class DiskWriting:
             self.save_kept()
         return has_lost
 
-    def leave_ram(self, num_bytes: int) -> None:
-        """Where RAM is only lent: what no row stands on leaves it, up to so many bytes, once all is on disk."""
+    def evict_written(self, num_bytes: int) -> None:
+        """Where RAM is only lent: evict what no row uses, up to so many bytes, once all is on disk."""
         if not self._is_ram_lent or self._tree.num_ram_bytes == self._num_left_bytes:
             return
         if self._tier.is_settled:
-            self._leave(num_bytes)
+            self._evict(num_bytes)
         else:
             self.save_lost()
 
@@ -133,19 +158,19 @@ class DiskWriting:
         if not self._is_ram_lent or not self._tree.num_ram_bytes:
             return False
         if self._tier.is_settled:
-            return not self._leave(num_bytes)
+            return not self._evict(num_bytes)
         self._tier.wait(IDLE_WAIT_SECONDS)
         return self._tier.is_writing
 
-    def _leave(self, num_bytes: int) -> bool:
-        """Whether all has left that could."""
+    def _evict(self, num_bytes: int) -> bool:
+        """Whether all was evicted that could be."""
         if is_all := self._make_some_room(num_bytes):
             self._num_left_bytes = self._tree.num_ram_bytes
         return is_all
 
     def secure(self, leaving: EvictedNodes) -> None:
-        """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted. What
-        it has already is told at what leaves, and costs nothing."""
+        """Wait a moment until the disk has all of what is evicted from RAM now. What it refuses is counted. What it has
+        already is noted there, and costs nothing."""
         if not self._is_storable or self._tier.is_settled:
             return
         is_lost = self._tier.has_lost and not leaving.is_copied
@@ -166,7 +191,7 @@ class DiskWriting:
         self._waited_seconds += over - now
         if patience_seconds and over >= until and not (is_put and is_there):
             self._patient_from = over + LEAVE_WINDOW_SECONDS / 2
-        if not is_put and not self._tier.is_full:  # of a full disk is told anyway
+        if not is_put and not self._tier.is_full:  # a full disk is reported anyway
             self._tier.faults.add("behind", f"not within {LEAVE_SECONDS:g} s")
 
     def _patience_seconds(self, now: float) -> float:
@@ -214,7 +239,7 @@ class DiskWriting:
         return entry
 
     def _save_state(self, path: KeptPath, part: KeptPart, until: float) -> bool:
-        """Whether all is well: there is no state here, or it is on its way."""
+        """Whether there is no state here, or it is on its way."""
         if part.state is None or not isinstance(part.state.payload, StateSnapshot):
             return True
         if not self._tier.can_take(part.state.payload.num_bytes, until):

@@ -1,5 +1,5 @@
 """Two clocks of fairness: where a machine that divides itself equally among all prompts would stand, and how long
-streams are to step for the time that prompts took. Numbers only; whoever computes says what was computed.
+streams are to step for the time that prompts took. Numbers only; the scheduler says what was computed.
 """
 
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ class FairClock[R: Hashable]:
         self._ahead: list[float] = []
 
     def enter(self, row: R, work: float) -> None:
-        """A row comes with so much work, as if nobody computed any of it for it."""
+        """Add a row with so much work, all of it its own to compute."""
         self._entered[row], self._finish[row] = self.now, self.now + work
         self._ahead.append(self.now + work)
 
@@ -31,12 +31,12 @@ class FairClock[R: Hashable]:
         return self._finish.get(row, self.now)
 
     def correct(self, row: R, work: float) -> None:
-        """It has more work than was known when it entered."""
+        """Set how much work a row has: more than was known when it entered, or less."""
         if row in self._entered and self._entered[row] + work > self._finish[row]:
             self._move(row, self._entered[row] + work)
 
     def leave(self, row: R, undone: float = 0.0) -> None:
-        """It is gone, and so much of its work is not done; nothing where it is not here."""
+        """Remove a row of whose work so much is not done; nothing where it is not here."""
         if row not in self._entered:
             return
         if undone > 0:
@@ -44,7 +44,7 @@ class FairClock[R: Hashable]:
         del self._entered[row], self._finish[row]
 
     def advance(self, work: float) -> None:
-        """The real machine did so much work on prompts."""
+        """Note that the real machine did so much work on prompts."""
         self._ahead = sorted(finish for finish in self._ahead if finish > self.now)
         while self._ahead and work > 0:
             needed = (self._ahead[0] - self.now) * len(self._ahead)
@@ -55,7 +55,7 @@ class FairClock[R: Hashable]:
             self.now = self._ahead.pop(0)
 
     def rest(self) -> None:
-        """Nobody has work left: whoever comes now has the machine."""
+        """Drop what is ahead on the clock: no row has work left, and the next one has the machine to itself."""
         self._ahead.clear()
 
     def _move(self, row: R, finish: float) -> None:
@@ -70,22 +70,22 @@ class FairClock[R: Hashable]:
 class StreamShare:
     """What streams are owed of the time that prompts take beside them: `share` of all of it, a number below 1.
 
-    `stretch_seconds`: how long prompts compute since the last step.
+    `slice_seconds`: how long prompts compute since the last step.
     """
 
     share: float
     owed_seconds: float = 0.0
-    stretch_seconds: float = 0.0
+    slice_seconds: float = 0.0
 
     def prefilled(self, seconds: float, *, is_beside_streams: bool) -> None:
-        """A prompt was computed for so long. Where nobody reads, whoever was owed something is gone."""
-        self.stretch_seconds += seconds
+        """Note how long a prompt was computed. Where no client reads, streams that were owed something are gone."""
+        self.slice_seconds += seconds
         if is_beside_streams:
             self.owed_seconds += seconds * self.share / (1 - self.share)
         else:
             self.owed_seconds = 0.0
 
     def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
-        """Streams stepped for so long; what they have too much is a prompt's while there is one."""
-        self.stretch_seconds = 0.0
+        """Note how long streams stepped; what they had too much is a prompt's while there is one."""
+        self.slice_seconds = 0.0
         self.owed_seconds = self.owed_seconds - seconds if is_beside_prompts else 0.0

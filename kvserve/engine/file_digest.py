@@ -17,7 +17,7 @@ UNREADABLE = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """The bytes `[start, end)` of a file."""
 
     path: Path
@@ -25,15 +25,15 @@ class Piece:
     end: int
 
 
-def pieces(path: Path, num_bytes: int) -> Iterator[Piece]:
+def pieces(path: Path, num_bytes: int) -> Iterator[FilePiece]:
     """The pieces of a file of so many bytes, in order; none of an empty one."""
     for start in range(0, num_bytes, PIECE_BYTES):
-        yield Piece(path, start, min(start + PIECE_BYTES, num_bytes))
+        yield FilePiece(path, start, min(start + PIECE_BYTES, num_bytes))
 
 
-def hash_piece(piece: Piece, told: Callable[[int], None], *, spares_cache: bool = False) -> bytes:
+def hash_piece(piece: FilePiece, told: Callable[[int], None], *, spares_cache: bool = False) -> bytes:
     """The SHA-256 of a piece, or of as much of it as there is. `told` hears of every few bytes that were read, and may
-    raise. `spares_cache`: nobody else is about to read the file, so the system need not keep its pages for them.
+    raise. `spares_cache`: no loader is about to read the file, so the system need not keep its pages.
 
     Raises OSError; the digest of a file that may not be read is that of nothing.
     """
@@ -67,7 +67,7 @@ def _keep_no_pages(descriptor: int) -> None:
         fcntl.fcntl(descriptor, no_cache, 1)
 
 
-def _drop_pages(descriptor: int, piece: Piece) -> None:
-    """Linux gives back pages that nobody has mapped."""
+def _drop_pages(descriptor: int, piece: FilePiece) -> None:
+    """Linux gives back pages that no process has mapped."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, piece.start, piece.end - piece.start, os.POSIX_FADV_DONTNEED)

@@ -1,5 +1,5 @@
 """What a model's KV and words depend on, as one digest: its files, the libraries that compute with them, and how KV is
-quantised. What the files hold it is told.
+quantised. Others read the files.
 """
 
 import hashlib

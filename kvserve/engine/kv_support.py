@@ -13,9 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvserve.engine.borders import finding
-from kvserve.engine.leaves import leaves
-from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Uniform
-from kvserve.engine.turboquant import Turbo
+from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Turbo, Uniform
 from kvserve.errors import ModelLoadError
 
 GROUP_SIZES = (32, 64, 128)
@@ -42,7 +41,7 @@ def try_quantising(
     if settings.bits is None:
         return None
     what = f"KV_BITS={settings.bits} with KV_QUANT_SCHEME={settings.scheme} cannot be used with this model"
-    whole: list[Any] = [leaf for leaf in leaves(plain) if type(leaf) is KVCache]
+    whole: list[Any] = [leaf for leaf in flat_caches(plain) if type(leaf) is KVCache]
     if not whole:
         raise ModelLoadError(
             f"{what}: no layer of it keeps keys and values of every token, only sliding windows or recurrent states, "
@@ -107,7 +106,7 @@ def _notes(plain: Sequence[Any], settings: KvSettings) -> Iterator[str]:
     """One line for the layers that stay in full precision, if there are any."""
     staying: dict[str, list[int]] = {}
     for index, cache in enumerate(plain):
-        others = [leaf for leaf in leaves([cache]) if type(leaf) is not KVCache]
+        others = [leaf for leaf in flat_caches([cache]) if type(leaf) is not KVCache]
         if others:
             kind = "sliding windows" if isinstance(others[0], RotatingKVCache) else "recurrent or unknown states"
             staying.setdefault(kind, []).append(index)

@@ -68,7 +68,7 @@ class _Pressed:
     num_times: int = 1
 
 
-class Memory:
+class MemoryLedger:
     """The ledger of one loaded model. `tell` takes lines for a person."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Memory:
         self._read[account] = read
 
     def say(self, *, live_bytes: float, copy_bytes: float) -> None:
-        """What running rows hold now, and what there is twice at the most."""
+        """Note what running rows hold now, and what there is twice at the most."""
         self._said = {"live": int(live_bytes), "copies": int(copy_bytes)}
 
     def held(self, account: Account) -> int:
@@ -135,8 +135,8 @@ class Memory:
     # --- what is at its bound -----------------------------------------------------------------------------------------
 
     def watch(self, bound: Bound, cost: Callable[[], str | None]) -> None:
-        """Have a bound looked at whenever somebody asks: what it costs that it is met, None while it is not. From any
-        thread; whoever it belongs to tells a person."""
+        """Have a bound looked at with every report: what it costs that it is met, None while it is not. From any
+        thread; its owner tells a person."""
         self._watched[bound] = cost
 
     def press(self, bound: Bound, cost: str) -> None:
@@ -194,6 +194,6 @@ _BOUNDS: Mapping[Bound, str] = {
 }
 
 
-def fixed_memory(kv_bytes: int) -> Memory:
+def fixed_memory(kv_bytes: int) -> MemoryLedger:
     """A ledger that knows one number: so many bytes for KV, on any machine."""
-    return Memory(plan_memory(0, 0, WantedMemory(kv_bytes=kv_bytes, batch_bytes=kv_bytes)))
+    return MemoryLedger(plan_memory(0, 0, WantedMemory(kv_bytes=kv_bytes, batch_bytes=kv_bytes)))

@@ -17,11 +17,11 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
+from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.kv_support import try_quantising
-from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
-from kvserve.engine.row_bytes import RowBytes
-from kvserve.engine.vision_load import Sight, Sighted, SightRule, is_vision, knows_family, load_sighted
+from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, knows_family, load_vision
 from kvserve.engine.vision_pass import place
 from kvserve.engine.vision_row import RowImages
 from kvserve.errors import EngineFailure, ModelLoadError
@@ -47,7 +47,7 @@ class CacheSupport:
     can_keep: bool = True
     can_pad: bool = False
     notes: tuple[str, ...] = ()
-    image_rule: SightRule | None = None
+    image_rule: ImageRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class LoadedModel:
     """A model in memory. `sizes` are those of a row's KV, `quantiser` says how that is quantised, if it is.
 
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
-    `kv_notes` tell a person what of the KV is not quantised although it should be. `sight` is what a vision model sees
-    with, `sight_note` what a person should know of it.
+    `kv_notes` tell a person what of the KV is not quantised although it should be. `vision` is what a vision model sees
+    with, `vision_note` what a person should know of it.
     """
 
     module: Module
@@ -65,12 +65,12 @@ class LoadedModel:
     context_limit: int
     weight_bytes: int
     active_weight_bytes: int
-    sizes: RowBytes
+    sizes: KvSize
     quantiser: Quantiser | None = None
     kv_notes: tuple[str, ...] = ()
     cache_support: CacheSupport = CacheSupport()
-    sight: Sight | None = None
-    sight_note: str = ""
+    vision: VisionSupport | None = None
+    vision_note: str = ""
 
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
@@ -84,7 +84,7 @@ class LoadedModel:
         """Where the KV of a row with these images is converted, if it is: where quantised KV starts or, inside an image
         that is computed in one piece, behind that."""
         start = self.sizes.packed_from
-        if start is None or self.sight is None or self.sight.rule != "whole":
+        if start is None or self.vision is None or self.vision.rule != "whole":
             return start
         return next((span.end for span in images if span.start < start < span.end), start)
 
@@ -94,13 +94,13 @@ class LoadedModel:
 
     def place(self, caches: list[Any], request: GenerationRequest, num_tokens: int) -> None:
         """Tell a row's caches, which hold so many tokens, where its images lead the positions of the next one."""
-        if self.sight is not None and (images := self.images(request)) is not None:
+        if self.vision is not None and (images := self.images(request)) is not None:
             decoder: Any = self.module
             place(decoder, images, num_tokens, caches)
 
     def images(self, request: GenerationRequest) -> RowImages | None:
         """Where a request's images stand. Raises EngineFailure for a model that takes none, or one not given."""
-        if self.sight is None:
+        if self.vision is None:
             if request.prompt.images:
                 raise EngineFailure("The model takes no images.")
             return None
@@ -111,10 +111,6 @@ class LoadedModel:
     def kv_bytes_per_token(self) -> float:
         """Bytes of a token's KV in full precision."""
         return self.sizes.per_token
-
-    def row_bytes(self, num_tokens: int) -> float:
-        """Bytes of KV of a row of this length, without padding and places ahead."""
-        return self.sizes.held(num_tokens)
 
 
 def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
@@ -172,7 +168,9 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     """
     config = read_config(folder)
     try:
-        loaded = load_sighted(folder, config) if is_vision(config) else Sighted(*load_model(folder, lazy=False), None)
+        loaded = (
+            load_vision(folder, config) if is_vision(config) else VisionModel(*load_model(folder, lazy=False), None)
+        )
     except FileNotFoundError as error:
         raise ModelLoadError(f"{folder} holds no weights (model*.safetensors): {error}.") from error
     except Exception as error:  # a broken file can raise anything from inside mlx-lm
@@ -180,7 +178,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     module, config = loaded.decoder, loaded.config
     vocab_size, caches = _probe(folder, config, module)
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
-    sizes = _row_bytes(caches, support.caches if support else None, kv.start)
+    sizes = _kv_size(caches, support.caches if support else None, kv.start)
     context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
     return LoadedModel(
         module=module,
@@ -188,13 +186,13 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         vocab_size=vocab_size,
         context_limit=context_limit,
         weight_bytes=sum(array.nbytes for array in _arrays(module.parameters()))
-        + (loaded.sight.num_bytes if loaded.sight is not None else 0),
+        + (loaded.vision.num_bytes if loaded.vision is not None else 0),
         active_weight_bytes=_active_weight_bytes(module, config),
         sizes=sizes,
         quantiser=support.quantiser if support else None,
         kv_notes=(*support.notes, *_start_notes(kv, context_limit)) if support else (),
-        sight=loaded.sight,
-        sight_note=loaded.note,
+        vision=loaded.vision,
+        vision_note=loaded.note,
     )
 
 
@@ -231,13 +229,13 @@ def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int
     return logits.shape[-1], caches
 
 
-def _row_bytes(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from: int) -> RowBytes:
+def _kv_size(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
     """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
     per_token, fixed = _sizes(caches)
-    num_plain = sum(type(cache) is KVCache for cache in leaves(caches))
+    num_plain = sum(type(cache) is KVCache for cache in flat_caches(caches))
     # Plain layers join and leave a batch one after the other, all others at once.
     copy_share = COPIED_LAYERS / num_plain if num_plain and packed is None else 1.0
-    sizes = RowBytes(fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share))
+    sizes = KvSize(fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share))
     if packed is None:
         return sizes
     return replace(sizes, per_packed_token=_sizes(packed)[0], packed_from=packed_from)
@@ -246,7 +244,7 @@ def _row_bytes(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from:
 def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
     """KV bytes per token, and bytes that a row has whatever its length."""
     per_token, fixed = 0.0, 0
-    for cache in leaves(caches):
+    for cache in flat_caches(caches):
         if isinstance(cache, ArraysCache):
             fixed += cache.nbytes
         elif isinstance(cache, RotatingKVCache):

@@ -3,7 +3,7 @@
     look      before anything is loaded: what is remembered, or so little that it is read at once
     begin     the load begins: the files as they are now, and a thread that reads them where nothing is remembered
     confirm   the load is over: whether it can have read anything else than that
-    known     both agree: whoever waits for the name is called
+    known     both agree: callers that wait for the name are called
 
 Until then, and where files changed meanwhile, the model has no name, and nothing is kept or found under one.
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvserve.engine.census import Census, census, differing, stamp_of
 from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.file_digest import Piece, file_digest, hash_piece, pieces
+from kvserve.engine.file_digest import FilePiece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
+from kvserve.engine.loaded_files import FileStamps, differing, file_stamps, stamp_of
 
 AT_ONCE_BYTES = 32 * 2**20
 """So little is read on the spot: a loader reads it in the next moment anyway."""
@@ -33,7 +33,7 @@ SETTLED_SECONDS = 2.0
 holds is not remembered."""
 
 QUIET_SECONDS = 2.0
-"""What takes no longer is not told of."""
+"""A reading that takes no longer is not reported."""
 
 type DigestState = Literal["not needed", "reading", "known", "unknown"]
 
@@ -49,12 +49,12 @@ class DigestStatus:
 
 
 class _Stopped(Exception):
-    """Nobody wants to know any more."""
+    """The reading was stopped."""
 
 
 class ModelDigest:
-    """Which model is in a folder, for one load of it. `look`, `begin` and `confirm` are called in this order, each by
-    whoever loads; the rest may be called from any thread."""
+    """Which model is in a folder, for one load of it. `look`, `begin` and `confirm` are called in this order, each on
+    the thread that loads; the rest may be called from any thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ModelDigest:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._files: Census = {}
+        self._files: FileStamps = {}
         self._fingerprint: str | None = None
         self._is_confirmed = False
         self._why_unknown = ""
@@ -82,7 +82,7 @@ class ModelDigest:
         self._num_told_quarters = 0
         self._is_loaded = threading.Event()
         self._began_at = 0.0
-        self.expected: Census | None = None
+        self.expected: FileStamps | None = None
 
     @property
     def status(self) -> DigestStatus:
@@ -106,7 +106,7 @@ class ModelDigest:
         """The model's fingerprint as its files are now, None where they would have to be read first."""
         if self._memory is None:
             return None
-        self._files = census(self._folder)
+        self._files = file_stamps(self._folder)
         digests = self._remembered(self._files)
         missing = {path: stamp for path, stamp in self._files.items() if path not in digests}
         if sum(stamp.num_bytes for stamp in missing.values()) > AT_ONCE_BYTES:
@@ -116,14 +116,14 @@ class ModelDigest:
                 digests |= self._hashed(missing)
             except OSError:
                 return None
-            if differing(self._files, census(self._folder)) is not None:
+            if differing(self._files, file_stamps(self._folder)) is not None:
                 return None
         self._fingerprint = self._named(digests)
         return self._fingerprint
 
     def begin(self) -> None:
         """The load begins: `confirm` compares with the files as they are now. What must be read is read meanwhile."""
-        files = census(self._folder)
+        files = file_stamps(self._folder)
         if self._fingerprint is None or differing(files, self._files) is not None:
             self._fingerprint, self._files = None, files
             self.look()
@@ -135,18 +135,18 @@ class ModelDigest:
             self._thread.start()
 
     def confirm(self) -> None:
-        """The load is over: it has read the files that `begin` found, or nobody knows what it has read."""
+        """The load is over: it has read the files that `begin` found, or what it has read is unknown."""
         self._is_loaded.set()
         if self._memory is None:
             return
-        if (changed := differing(self._files, census(self._folder))) is not None:
+        if (changed := differing(self._files, file_stamps(self._folder))) is not None:
             self._give_up(f"{changed} changed while the model was loaded")
         with self._lock:
             self._is_confirmed = True
         self._tell_if_known()
 
     def stop(self, timeout_seconds: float = 0.0) -> None:
-        """Read no further, and call nobody any more. Idempotent."""
+        """Read no further, and call no waiting caller. Idempotent."""
         self._stopping.set()
         self._is_loaded.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -199,7 +199,7 @@ class ModelDigest:
             self._give_up(f"it cannot be read: {error}")
         finally:
             if self._fingerprint is None and not self._stopping.is_set():
-                self._give_up("its reading has ended")  # by a defect of ours; nobody waits for ever
+                self._give_up("its reading has ended")  # by a defect of ours; no caller waits for ever
 
     def _await_settled(self) -> None:
         """A model that was just written is read once the times of its files can be trusted."""
@@ -216,7 +216,7 @@ class ModelDigest:
     def _conclude(self, fingerprint: str) -> None:
         if self._stopping.is_set():
             raise _Stopped
-        if (changed := differing(self._files, census(self._folder))) is not None:
+        if (changed := differing(self._files, file_stamps(self._folder))) is not None:
             self._give_up(f"{changed} changed while it was read")
             return
         with self._lock:
@@ -225,13 +225,13 @@ class ModelDigest:
             self._note(f"The weights are known after {seconds:.0f} s: KV and records are on disk from now on.")
         self._tell_if_known()
 
-    def _remembered(self, files: Census) -> dict[Path, bytes]:
+    def _remembered(self, files: FileStamps) -> dict[Path, bytes]:
         known = self._memory.find(files.values()) if self._memory is not None else {}
         return {path: known[stamp] for path, stamp in files.items() if stamp in known}
 
-    def _hashed(self, files: Census, *, num_threads: int = 0) -> dict[Path, bytes]:
+    def _hashed(self, files: FileStamps, *, num_threads: int = 0) -> dict[Path, bytes]:
         """The digests of these files, read on this thread where there are no others. A long one is remembered once it
-        is read, so that a reading that is broken off goes on there. Raises OSError, _Stopped."""
+        is read, so that a reading that is broken off continues there. Raises OSError, _Stopped."""
         started = time.time()
         jobs = {path: [*pieces(self._folder / path, stamp.num_bytes)] for path, stamp in files.items()}
         every = [piece for job in jobs.values() for piece in job]
@@ -247,7 +247,7 @@ class ModelDigest:
         self._remember(files, short, started)
         return digests
 
-    def _on_threads(self, every: Sequence[Piece], num_threads: int) -> Iterator[bytes]:
+    def _on_threads(self, every: Sequence[FilePiece], num_threads: int) -> Iterator[bytes]:
         """The digests of pieces in their order. The threads are daemons, as an executor's are not: a disk that hangs
         keeps no process alive."""
         futures = [Future[bytes]() for _ in every]
@@ -261,7 +261,7 @@ class ModelDigest:
                     return
                 try:
                     future.set_result(self._hash(piece))
-                except Exception as error:  # noqa: BLE001 - whoever waits for the piece raises it
+                except Exception as error:  # noqa: BLE001 - the thread that waits for the piece raises it
                     future.set_exception(error)
 
         threads = [threading.Thread(target=work, name="kvserve-weights", daemon=True) for _ in range(num_threads)]
@@ -274,10 +274,10 @@ class ModelDigest:
             for thread in threads:
                 thread.join()
 
-    def _hash(self, piece: Piece) -> bytes:
+    def _hash(self, piece: FilePiece) -> bytes:
         return hash_piece(piece, self._note_read, spares_cache=self._is_loaded.is_set())
 
-    def _remember(self, files: Census, digests: Mapping[Path, bytes], started: float) -> None:
+    def _remember(self, files: FileStamps, digests: Mapping[Path, bytes], started: float) -> None:
         """Note the digests of files that are what they were, and were so for long enough when they were read."""
         settled = (started - SETTLED_SECONDS) * 1e9
         noted = {
@@ -293,7 +293,7 @@ class ModelDigest:
         return model_fingerprint(digests, libraries_of(self._folder))
 
     def _note_read(self, num_bytes: int) -> None:
-        """Count what was read, tell of it by quarters, and end where nobody wants to know. Raises _Stopped."""
+        """Count what was read, report it by quarters, and end where the reading was stopped. Raises _Stopped."""
         if self._stopping.is_set():
             raise _Stopped
         with self._lock:

@@ -54,7 +54,7 @@ def weight_file_bytes(folder: Path) -> int:
 
 
 def weights_stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of a folder's files: it changes when somebody mends the model."""
+    """Names, sizes and times of a folder's files: it changes when the model is mended."""
     files = [path for path in sorted(folder.glob("*")) if path.is_file()]
     return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
 

@@ -18,7 +18,7 @@ from kvserve.engine.rows import Row
 from kvserve.errors import KvserveError, MemoryExhausted
 
 ALL_BYTES = 2**60
-"""More than there is: all that nobody stands on leaves."""
+"""More than there is: all KV that no row uses is evicted."""
 
 _TEXTS = re.compile(r"\[(metal::|cuda::)?malloc|Unable to allocate|Insufficient Memory|out of memory", re.IGNORECASE)
 _TOO_LARGE = "maximum allowed buffer size"
@@ -36,7 +36,7 @@ def is_helped_by_room(error: Exception) -> bool:
     return is_out_of_memory(error) and _TOO_LARGE not in str(error)
 
 
-def told(error: Exception, num_bytes: float) -> Exception:
+def client_error(error: Exception, num_bytes: float) -> Exception:
     """What the client of a row that needs so many bytes of KV hears of an error; any but a failed allocation as it
     is."""
     if isinstance(error, KvserveError) or not is_out_of_memory(error):
@@ -49,7 +49,7 @@ def told(error: Exception, num_bytes: float) -> Exception:
 
 
 class ShortMemory:
-    """What the engine does where an allocation fails: everything that nobody stands on is given up, once."""
+    """What the engine does where an allocation fails: it gives up all KV that no row uses, once."""
 
     def __init__(
         self, make_room: Callable[[float], None], peak_bytes: Callable[[int], float], report: Callable[[str], None]
@@ -71,12 +71,12 @@ class ShortMemory:
         return work()
 
     def free(self) -> None:
-        """Give up all KV that nobody stands on, and MLX's own cache of free buffers."""
+        """Give up all KV that no row uses, and MLX's own cache of free buffers."""
         mx.clear_cache()
         try:
             self._make_room(ALL_BYTES)
         except (RuntimeError, MemoryError) as error:
-            # A record of which somebody needs a part is cut to size by copying that part; then it stays as it is.
+            # A record of which a row needs a part is cut to size by copying that part; then it stays as it is.
             if not is_out_of_memory(error):
                 raise
         mx.clear_cache()
@@ -93,6 +93,6 @@ class ShortMemory:
         self.free()
         return True
 
-    def told(self, row: Row, error: Exception) -> Exception:
+    def client_error(self, row: Row, error: Exception) -> Exception:
         """What a row's client hears of what its work raised."""
-        return told(error, self._peak_bytes(expected_tokens(row)))
+        return client_error(error, self._peak_bytes(expected_tokens(row)))

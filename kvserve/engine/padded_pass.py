@@ -1,6 +1,6 @@
 """Several rows' chunks in one forward pass, padded to the longest; knows caches and tokens, nothing of requests.
 
-Each row's KV stands at the right end of what is there (as in mlx-lm's `BatchKVCache`), its new tokens follow at the
+Each row's KV is at the right end of its buffers (as in mlx-lm's `BatchKVCache`), its new tokens follow at the
 left end of the chunk: the causal mask hides the padding behind them, and none of it is taken along.
 """
 

@@ -1,6 +1,6 @@
 """Who goes, who enters, and what is computed next: one function from facts to a plan, and its rules. Pure.
 
-Places: the highest response ratio first, as long as nobody is overtaken too often. Prompts: in the order in which a
+Places: the highest response ratio first, as long as no row is overtaken too often. Prompts: in the order in which a
 machine that divides itself equally would end them, so that none is later than there; one that others wait for is as
 urgent as the most urgent of them, up to where they part. Streams: their share of the time that prompts take.
 """
@@ -8,7 +8,6 @@ urgent as the most urgent of them, up to where they part. Streams: their share o
 from collections.abc import Hashable, Iterator, Sequence
 
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Ending,
     Facts,
@@ -16,7 +15,8 @@ from kvserve.engine.policy_facts import (
     Pause,
     Plan,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
+    WaitingPrompt,
 )
 
 CHUNK_SECONDS_BESIDE_STREAMS = 0.25
@@ -26,35 +26,35 @@ SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
 """A shorter one is hardly worth a pass."""
 
 CHUNK_SECONDS_ALONE = 1.0
-STRETCH_SECONDS_ALONE = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
+PREFILL_SLICE_SECONDS = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
 """How long prompts that come together may keep the first of them from its first token: a step with one row costs about
-as much as one with all of them. No longer than one chunk may that nobody shares."""
+as much as one with all of them. A chunk that no other prompt shares may take no longer."""
 
 LENIENT_TOKENS = 64
 """As much of an equal share more: of short prompts that come one behind the other the first is through at once."""
 
 MAX_OVERTAKEN = 8
-"""So many rows that came later may enter before one; then nobody does until it has a place."""
+"""So many rows that came later may enter before one; then none does until it has a place."""
 
 NUM_CANDIDATES = 8
 """Of so many that wait it is asked whether there is room for them."""
 
 LEAST_WORK_TOKENS = 256
-"""What a row costs besides its prompt, for the response ratio: else who has no work left would pass everybody."""
+"""What a row costs besides its prompt, for the response ratio: else a row without work left would pass all others."""
 
 
 def plan[R: Hashable](facts: Facts[R]) -> Plan[R]:
     """What is done next. The rows stay what they are to the caller."""
     ended = tuple(ending for life in facts.lives if (ending := _ending(life, facts.watchdog_seconds)) is not None)
-    return Plan(ended, None if ended else _admitted(facts.applicants), _work(facts))
+    return Plan(ended, None if ended else _admitted(facts.waiting_prompts), _work(facts))
 
 
-def candidates[R: Hashable](applicants: Sequence[Applicant[R]]) -> list[Applicant[R]]:
+def candidates[R: Hashable](waiting_prompts: Sequence[WaitingPrompt[R]]) -> list[WaitingPrompt[R]]:
     """Those that are considered for a place, the first to enter first. `fits` is not looked at."""
-    return sorted(applicants, key=_rank)[:NUM_CANDIDATES]
+    return sorted(waiting_prompts, key=_rank)[:NUM_CANDIDATES]
 
 
-def urgency[R: Hashable](prompts: Sequence[Prompt[R]]) -> dict[R, float]:
+def urgency[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> dict[R, float]:
     """When each prompt, or the most urgent of those that wait for it, is through with equal shares."""
     urgent = {prompt.row: prompt.finish for prompt in prompts}
     for prompt in prompts:
@@ -64,7 +64,7 @@ def urgency[R: Hashable](prompts: Sequence[Prompt[R]]) -> dict[R, float]:
 
 
 def first_token_seconds[R: Hashable](facts: Facts[R], share: float) -> dict[R, float]:
-    """How long each prompt takes to its first token if nobody else comes; nothing where no rate is known."""
+    """How long each prompt takes to its first token if no other row comes; nothing where no rate is known."""
     if not (rate := facts.machine.tokens_per_second):
         return {}
     if facts.streams:
@@ -92,19 +92,19 @@ def _ending[R: Hashable](life: Life[R], watchdog_seconds: float) -> Ending[R] | 
     return None
 
 
-def _rank[R: Hashable](applicant: Applicant[R]) -> tuple[bool, bool, float]:
-    """Those who had a place come first, then whom nobody may pass any more, then the highest response ratio."""
-    is_next = applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN
-    ratio = applicant.waited_seconds / (applicant.num_left_tokens + LEAST_WORK_TOKENS)
-    return not applicant.is_back, not is_next, -applicant.waited_seconds if is_next else -ratio
+def _rank[R: Hashable](waiting_prompt: WaitingPrompt[R]) -> tuple[bool, bool, float]:
+    """Rows that had a place come first, then those that no other may pass any more, then the highest response ratio."""
+    is_next = waiting_prompt.is_back or waiting_prompt.num_overtaken >= MAX_OVERTAKEN
+    ratio = waiting_prompt.waited_seconds / (waiting_prompt.num_left_tokens + LEAST_WORK_TOKENS)
+    return not waiting_prompt.is_back, not is_next, -waiting_prompt.waited_seconds if is_next else -ratio
 
 
-def _admitted[R: Hashable](applicants: Sequence[Applicant[R]]) -> R | None:
-    """The first that fits, but nobody behind one that may not be passed."""
-    for applicant in candidates(applicants):
-        if applicant.fits:
-            return applicant.row
-        if applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN:
+def _admitted[R: Hashable](waiting_prompts: Sequence[WaitingPrompt[R]]) -> R | None:
+    """The first that fits, but none behind one that may not be passed."""
+    for waiting_prompt in candidates(waiting_prompts):
+        if waiting_prompt.fits:
+            return waiting_prompt.row
+        if waiting_prompt.is_back or waiting_prompt.num_overtaken >= MAX_OVERTAKEN:
             return None
     return None
 
@@ -112,7 +112,7 @@ def _admitted[R: Hashable](applicants: Sequence[Applicant[R]]) -> R | None:
 def _work[R: Hashable](facts: Facts[R]) -> PrefillChunk[R] | DecodeStep | Pause:
     prompt = _most_urgent(facts.prompts)
     if prompt is None:
-        return DecodeStep(is_for_all=facts.machine.stretch_seconds > 0) if facts.streams else Pause()
+        return DecodeStep(is_for_all=facts.machine.slice_seconds > 0) if facts.streams else Pause()
     if not prompt.num_left_tokens:
         return PrefillChunk(prompt.row, 0.0)
     if not facts.streams:
@@ -122,38 +122,38 @@ def _work[R: Hashable](facts: Facts[R]) -> PrefillChunk[R] | DecodeStep | Pause:
     return _before_first_tokens(facts, prompt)
 
 
-def _beside_streams[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillChunk[R] | DecodeStep:
+def _beside_streams[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:
     """A chunk when streams have had what they are owed; and what is left of its time, if that ends a prompt, so that
     short ones that come together enter together."""
     machine = facts.machine
-    left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.stretch_seconds
+    left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.slice_seconds
     if machine.owed_seconds <= 0:  # a long step was more than they were owed
         return PrefillChunk(prompt.row, max(left_seconds, -machine.owed_seconds, SHORTEST_CHUNK_SECONDS))
-    if machine.stretch_seconds > 0 and _ends_within(facts, prompt, left_seconds):
+    if machine.slice_seconds > 0 and _ends_within(facts, prompt, left_seconds):
         return PrefillChunk(prompt.row, left_seconds)
-    return DecodeStep(is_for_all=machine.stretch_seconds > 0)
+    return DecodeStep(is_for_all=machine.slice_seconds > 0)
 
 
-def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillChunk[R] | DecodeStep:
-    """Nobody reads yet: those whose prompts are computed wait for others that end soon, as long as equal shares would
+def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:
+    """No client reads yet: rows whose prompts are computed wait for others that end soon, as long as equal shares would
     not have ended them either."""
-    left_seconds = STRETCH_SECONDS_ALONE - facts.machine.stretch_seconds
+    left_seconds = PREFILL_SLICE_SECONDS - facts.machine.slice_seconds
     is_due = facts.machine.fair_now >= min(stream.finish for stream in facts.streams) + LENIENT_TOKENS
     if is_due or not _ends_within(facts, prompt, left_seconds):
         return DecodeStep(is_for_all=True)
     return PrefillChunk(prompt.row, min(left_seconds, CHUNK_SECONDS_ALONE))
 
 
-def _most_urgent[R: Hashable](prompts: Sequence[Prompt[R]]) -> Prompt[R] | None:
+def _most_urgent[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> PromptFacts[R] | None:
     """Of those that can compute; first who has nothing left, and only enters."""
     urgent = urgency(prompts)
     return min(_ready(prompts), key=lambda prompt: (prompt.num_left_tokens > 0, urgent[prompt.row]), default=None)
 
 
-def _ready[R: Hashable](prompts: Sequence[Prompt[R]]) -> Iterator[Prompt[R]]:
+def _ready[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> Iterator[PromptFacts[R]]:
     return (prompt for prompt in prompts if prompt.awaits is None and not prompt.is_held)
 
 
-def _ends_within[R: Hashable](facts: Facts[R], prompt: Prompt[R], seconds: float) -> bool:
+def _ends_within[R: Hashable](facts: Facts[R], prompt: PromptFacts[R], seconds: float) -> bool:
     rate = facts.machine.tokens_per_second
     return rate is not None and prompt.num_left_tokens <= rate * seconds

@@ -1,5 +1,5 @@
-"""What the policy is told and what it answers: plain facts of rows, whatever they are to others, and a plan of what is
-done with them next. No arrays, no clock, no rules.
+"""What the policy is given and what it answers: plain facts of rows, whatever these are to others, and a plan of what
+is done with them next. No arrays, no clock, no rules.
 """
 
 from collections.abc import Hashable
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Life[R: Hashable]:
-    """Whether a row goes on. `decoding_seconds`: since its prompt was computed, without what it waited again.
+    """Whether a row continues. `decoding_seconds`: since its prompt was computed, without what it waited again.
 
     `idle_seconds`: since it, or the row that it waits for, computed anything, or the disk gave it something, without
     what streams had that they were owed; 0 for one that has no place yet.
@@ -24,10 +24,10 @@ class Life[R: Hashable]:
 
 
 @dataclass(frozen=True, slots=True)
-class Applicant[R: Hashable]:
+class WaitingPrompt[R: Hashable]:
     """A row that waits for a place. `num_left_tokens` of its prompt are not known; `fits`: there is room for it now.
 
-    `num_overtaken`: how many rows that came later were let in before it. Nobody passes one that `is_back`: it has had a
+    `num_overtaken`: how many rows that came later were let in before it. None passes one that `is_back`: it has had a
     place already.
     """
 
@@ -40,7 +40,7 @@ class Applicant[R: Hashable]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt[R: Hashable]:
+class PromptFacts[R: Hashable]:
     """A row whose prompt is not computed yet. `finish`: where the fair clock stands when equal shares end it.
 
     `num_left_tokens` are its own to compute; before it may begin, `awaits` computes `num_awaited_tokens` that both
@@ -67,22 +67,22 @@ class Stream[R: Hashable]:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What was computed so far. `fair_now`: where the fair clock stands. `owed_seconds`: so long streams are to step
-    before a prompt goes on. `stretch_seconds`: how long prompts compute since the last step. `tokens_per_second`: of
+    before a prompt continues. `slice_seconds`: how long prompts compute since the last step. `tokens_per_second`: of
     prefill; None before anything was measured."""
 
     fair_now: float = 0.0
     owed_seconds: float = 0.0
-    stretch_seconds: float = 0.0
+    slice_seconds: float = 0.0
     tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Facts[R: Hashable]:
-    """All that a plan is made of. Applicants and prompts stand in the order in which they came."""
+    """All that a plan is made of. Both kinds of prompts are in the order in which they came."""
 
     lives: tuple[Life[R], ...] = ()
-    applicants: tuple[Applicant[R], ...] = ()
-    prompts: tuple[Prompt[R], ...] = ()
+    waiting_prompts: tuple[WaitingPrompt[R], ...] = ()
+    prompts: tuple[PromptFacts[R], ...] = ()
     streams: tuple[Stream[R], ...] = ()
     machine: Machine = Machine()
     watchdog_seconds: float = 0.0
@@ -122,8 +122,8 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Plan[R: Hashable]:
-    """What is done next: rows go, one enters, then one piece of work. Whoever goes or enters changes the facts, so that
-    the work is planned again."""
+    """What is done next: rows go, one enters, then one piece of work. A row that goes or enters changes the facts, so
+    that the work is planned again."""
 
     ended: tuple[Ending[R], ...]
     admitted: R | None

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from kvserve.engine.cache_records import Tenancy
+from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.kv_buffers import settle, with_room
-from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.quantised import PackedCache
 from kvserve.engine.row_outline import expected_tokens
@@ -79,7 +79,7 @@ class Prefill:
     """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
 
     row: Row
-    tenancy: Tenancy
+    cache_lease: CacheLease
     caches: list[Any]
     num_done: int
     num_last_tokens: int = 0
@@ -98,7 +98,7 @@ class Prefill:
     def num_to_stop(self) -> int:
         """Tokens up to the next planned stop or the end. No chunk is longer, as a state can only be kept where it ends,
         unless an image must be computed in one piece."""
-        stop = self.tenancy.next_stop(self.num_done)
+        stop = self.cache_lease.next_stop(self.num_done)
         return self.num_left if stop is None else min(self.num_left, stop - self.num_done)
 
     def step(self, model: LoadedModel, chunk_length: ChunkLength, max_seconds: float) -> int:
@@ -125,31 +125,31 @@ class Prefill:
         return num_tokens
 
     def advance(self, num_tokens: int) -> None:
-        """Its caches hold so many tokens more now."""
+        """Note that its caches hold so many tokens more."""
         self.num_done += num_tokens
         self.num_last_tokens = max(num_tokens, ALIGNMENT_TOKENS)
         self.row.report_progress(self.num_done)
 
     def _whole_images(self, model: LoadedModel, num_tokens: int) -> int:
         """So many tokens, or more where the chunk would cut what must be computed in one pass."""
-        if self.images is None or model.sight is None or model.sight.rule == "anywhere":
+        if self.images is None or model.vision is None or model.vision.rule == "anywhere":
             return num_tokens
-        if model.sight.rule == "alone":
+        if model.vision.rule == "alone":
             return self.num_left
         return min(self.num_left, self.images.whole(self.num_done, self.num_done + num_tokens) - self.num_done)
 
     def _compute(self, model: LoadedModel, chunk: list[int]) -> None:
-        if self.images is None or model.sight is None:
+        if self.images is None or model.vision is None:
             model.module(mx.array(chunk)[None], cache=self.caches)
         else:
             decoder: Any = model.module
-            see(decoder, model.sight.tower, self.images, chunk, self.num_done, self.caches)
+            see(decoder, model.vision.tower, self.images, chunk, self.num_done, self.caches)
 
 
 def reserve(caches: Iterable[Any], num_tokens: int) -> None:
     """Make room for so many tokens in a row's caches, where there are some already: without it every chunk, and every
     few tokens of the answer, copy all that is there."""
-    for leaf in leaves(caches):
+    for leaf in flat_caches(caches):
         if isinstance(leaf, PackedCache):
             leaf.reserve(num_tokens)
             continue

@@ -3,7 +3,7 @@
     enter   look the prompt up, restore what is known, plan where the prefill will stop
     keep    at a stop: the KV since the last one and, where layers cannot be cut, their state
     finish  the answer's KV, up to the last whole token
-    leave   the row is gone; what it stood on may be evicted
+    leave   the row is gone; what it used may be evicted
 
 Everything here belongs to the engine thread. An array is copied on its way in and on its way out.
 """
@@ -21,7 +21,6 @@ from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_records import Removal
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forget_users import IsForgotten
-from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits
@@ -29,13 +28,13 @@ from kvserve.cache.token_run import image_around, pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
-from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
-from kvserve.engine.disk_cache import DiskCache, Hold
+from kvserve.engine.cache_records import CacheLease, CacheReport, CacheSettings, ForgottenKv, Totals
+from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
+from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
-from kvserve.engine.memory import Memory
+from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.moving import Moving
 from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
@@ -47,12 +46,12 @@ TRIM_MISS_TOLERANCE_TOKENS = 64
 class PrefixCache:
     """Owns the tree and every array in it."""
 
-    def __init__(self, model: LoadedModel, settings: CacheSettings, memory: Memory, fingerprint: str) -> None:
+    def __init__(self, model: LoadedModel, settings: CacheSettings, memory: MemoryLedger, fingerprint: str) -> None:
         """`memory` is the ledger that says how much may be kept."""
         self._layout = CacheLayout(model.new_caches, model.quantiser)
         self._model = model
         self._max_bytes = max_bytes = memory.plan.kv_bytes
-        self._needs_checkpoints = not self._layout.is_cuttable
+        self.needs_checkpoints = not self._layout.is_cuttable
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
         self.has_lost_disk = False
@@ -70,12 +69,12 @@ class PrefixCache:
                 keep_alive_seconds=settings.keep_alive_seconds,
                 check_seconds=settings.check_seconds,
             ),
-            needs_checkpoints=self._needs_checkpoints,
+            needs_checkpoints=self.needs_checkpoints,
             cut_payload=lambda payload, start, end: merged([(payload, start, end)]),  # type: ignore[list-item]
             use_index=settings.use_index,
         )
         self.kv_room = KvRoom(self._tree, memory, model.sizes)
-        self.moving = Moving(self._tree, self._layout, model, self.kv_room, lambda: self._disk)
+        self.kv_moves = KvMoves(self._tree, self._layout, model, self.kv_room, lambda: self._disk)
         memory.open("write_queue", lambda: disk.tier.moving_bytes()[0] if (disk := self._disk) is not None else 0)
         memory.open("read_ahead", lambda: disk.tier.moving_bytes()[1] if (disk := self._disk) is not None else 0)
         memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
@@ -86,36 +85,14 @@ class PrefixCache:
 
     # --- a row's life -------------------------------------------------------------------------------------------------
 
-    def wait_for(self, row: Row, prefilling: Sequence[tuple[Tenancy, int]]) -> tuple[Tenancy, int] | None:
-        """The row in flight that this one should wait for, and up to which offset; it is made to stop there.
+    def usable_tokens(self, tokens: TokenSequence, partition: str) -> int:
+        """How many of a prompt's tokens a row could start behind now."""
+        return self._tree.lookup(tokens, partition=partition).num_usable_tokens
 
-        `prefilling` are the rows that compute now, with the number of prompt tokens each has done.
-        """
-        partition = row.request.partition
-        prefilling = [
-            (tenancy, num_done)
-            for tenancy, num_done in prefilling
-            if not tenancy.lease.is_detached and tenancy.row.request.partition == partition
-        ]
-        if not prefilling:
-            return None
-        tokens = tokens_of(row)
-        flights = [
-            InFlight(tenancy.prompt, num_done, tenancy.lease.num_tokens, tuple(stop.offset for stop in tenancy.stops))
-            for tenancy, num_done in prefilling
-        ]
-        usable = self._tree.lookup(tokens, partition=partition).num_usable_tokens
-        wait = plan_wait(tokens, usable, flights, needs_checkpoints=self._needs_checkpoints)
-        if wait is None:
-            return None
-        awaited = prefilling[wait.row][0]
-        self._add_stop(awaited, wait)
-        return awaited, wait.offset
+    def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[CacheLease, list[Any], int]:
+        """Restore what is kept of a row's tokens: its lease, live caches, and how many tokens they hold.
 
-    def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[Tenancy, list[Any], int]:
-        """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold.
-
-        `is_ahead`: it has no answer, counts nowhere and becomes nobody's entry. `is_guess`: no client asked for it.
+        `is_ahead`: it has no answer, counts nowhere and becomes no owner's entry. `is_guess`: no client asked for it.
         """
         tokens = tokens_of(row)
         match = self._found(row, tokens)
@@ -125,18 +102,18 @@ class PrefixCache:
         ttl_seconds = request.ttl_seconds
         lease = self._tree.acquire(match, owner=owner, ttl_seconds=ttl_seconds, user=user, is_guess=is_guess)
         if not self._model.cache_support.can_keep or request.ttl_seconds == 0 or row.is_forgotten:
-            self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
+            self._tree.release(lease)  # a row without a lease leaves nothing behind, and no row waits for it
         try:
             return self._restored(row, tokens, match, lease)
         except Exception:
-            self.moving.let_go(lease)
+            self.kv_moves.let_go(lease)
             self._tree.release(lease)
             raise
 
     def _found(self, row: Row, tokens: TokenSequence) -> PrefixMatch:
-        """What a row begins with: all that is kept of it, or as much as fits beside it."""
+        """The kept KV that a row begins with: all of it, or as much as fits beside the row."""
         partition = row.request.partition
-        if row.moved_bytes and self.moving.nodes(row, self._tree.peek(tokens, partition=partition)):
+        if row.moved_bytes and self.kv_moves.nodes(row, self._tree.peek(tokens, partition=partition)):
             return self._tree.lookup(tokens, partition=partition)
         within = self.kv_room.within(tokens, row.restorable_bytes)
         match = self._tree.lookup(within, partition=partition)
@@ -145,108 +122,108 @@ class PrefixCache:
 
     def _restored(
         self, row: Row, tokens: TokenSequence, match: PrefixMatch, lease: Lease
-    ) -> tuple[Tenancy, list[Any], int]:
+    ) -> tuple[CacheLease, list[Any], int]:
         num_next = expected_tokens(row) - match.num_usable_tokens
-        if moving := self.moving.nodes(row, match, lease):
-            caches = self.moving.restore(row, match, lease, moving, num_next)
+        if moving := self.kv_moves.nodes(row, match, lease):
+            caches = self.kv_moves.restore(row, match, lease, moving, num_next)
         else:
             pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
             state = match.state.payload if match.state is not None else None
             caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
         stops = plan_stops(
-            outline(tokens, row.request.message_starts, needs_checkpoints=self._needs_checkpoints),
+            outline(tokens, row.request.message_starts, needs_checkpoints=self.needs_checkpoints),
             num_usable_tokens=match.num_usable_tokens,
             num_matched_tokens=match.num_matched_tokens,
-            needs_checkpoints=self._needs_checkpoints,
+            needs_checkpoints=self.needs_checkpoints,
         )
-        if not self._needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
+        if not self.needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
         packed_from = self._model.packed_from(tokens.images)
         stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
         run = match.run if len(match.run) == len(tokens) else pack(tokens)
-        return Tenancy(row, lease, run, list(stops)), caches, match.num_usable_tokens
+        return CacheLease(row, lease, run, list(stops)), caches, match.num_usable_tokens
 
-    def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> Hold:
-        """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
-        of it begins to come back, up to so many bytes."""
+    def pin(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> PinnedPrefix:
+        """Pin what a row will start from until it enters, for room is made for it before. Reading what only the disk
+        has of it begins, up to so many bytes."""
         partition, user = row.request.partition, user_of(row)
         tokens = tokens_of(row)
         if not row.moved_bytes:
             tokens = self.kv_room.within(tokens, row.restorable_bytes)
         if self._disk is not None:
-            return self._disk.hold(tokens, partition, user, room_bytes, is_guess=is_guess)
+            return self._disk.pin(tokens, partition, user, room_bytes, is_guess=is_guess)
         match = self._tree.lookup(tokens, partition=partition)
-        return Hold(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
+        return PinnedPrefix(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
-    def hold_more(self, hold: Hold) -> None:
-        """What others have added of a row's prompt since is held for it too."""
-        if hold.is_settled:  # what comes from the disk is put where the lease stands
-            self._tree.follow(hold.lease, hold.tokens)
+    def pin_more(self, pinned: PinnedPrefix) -> None:
+        """Pin for a row what others have added of its prompt since, too."""
+        if pinned.is_settled:  # what comes from the disk is put where the lease stands
+            self._tree.follow(pinned.lease, pinned.tokens)
 
-    def is_restoring(self, hold: Hold) -> bool:
+    def is_restoring(self, pinned: PinnedPrefix) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
-        return self._disk is not None and self._disk.advance(hold)
+        return self._disk is not None and self._disk.advance(pinned)
 
     def answer_stride_tokens(self) -> int | None:
-        """After so many tokens of an answer the row is kept while it goes on; None: only at its end."""
+        """After so many tokens of an answer the row is kept while it continues; None: only at its end."""
         return self._disk.answer_stride_tokens if self._disk is not None else None
 
     def await_disk(self, seconds: float) -> None:
-        """Wait a moment for the disk: nothing else is to be done."""
+        """Wait a moment for the disk, where nothing else is to be done."""
         if self._disk is not None:
             self._disk.tier.wait(seconds)
 
-    def let_go(self, hold: Hold) -> None:
-        """End a hold."""
+    def let_go(self, pinned: PinnedPrefix) -> None:
+        """Let go of a pinned prefix."""
         if self._disk is not None:
-            self._disk.let_go(hold)
+            self._disk.let_go(pinned)
         else:
-            self._tree.release(hold.lease)
+            self._tree.release(pinned.lease)
 
-    def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
-        """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
-        if (stop := tenancy.stop_at(num_done)) is not None:
-            self.moving.insert(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
+    def keep(self, cache_lease: CacheLease, caches: Sequence[Any], num_done: int) -> None:
+        """Keep what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
+        if (stop := cache_lease.stop_at(num_done)) is not None:
+            self.kv_moves.insert(cache_lease, tokens_of(cache_lease.row), caches, num_done, stop.kind)
 
     def extend(
-        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+        self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
         """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image.
-        Whether the caches were given up for it, as may be where the row is over and but for the `rest` of its batch
-        nobody else has them; None: it goes on."""
-        sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
+        Whether the caches were given up for it, as may be where the row is over and only the `rest` of its batch has
+        them too; None: it continues."""
+        sequence = TokenSequence(tuple(tokens), cache_lease.row.request.prompt.images)
         end = len(sequence)
         if (image := image_around(sequence.images, end)) is not None:
-            if self._needs_checkpoints or image.start <= tenancy.lease.num_tokens:
-                return rest is not None and self.moving.insert_prompt(tenancy, sequence, caches, rest)
+            if self.needs_checkpoints or image.start <= cache_lease.lease.num_tokens:
+                return rest is not None and self.kv_moves.insert_prompt(cache_lease, sequence, caches, rest)
             end = image.start
         if rest is not None:
-            return self.moving.insert_last(tenancy, sequence, caches, end, "answer", rest)
-        self.moving.insert(tenancy, sequence, caches, end, "answer")
+            return self.kv_moves.insert_last(cache_lease, sequence, caches, end, "answer", rest)
+        self.kv_moves.insert(cache_lease, sequence, caches, end, "answer")
         return False
 
     def finish(
-        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+        self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
-        """The same when it has left its batch, and mark its end."""
+        """The same of a row that has left its batch, and mark its end."""
         if self._disk is not None:
             self._disk.num_turns += 1
-        is_moved = self.extend(tenancy, caches, tokens, rest)
-        self._tree.mark_end(tenancy.lease)
+        is_moved = self.extend(cache_lease, caches, tokens, rest)
+        self._tree.mark_end(cache_lease.lease)
         return is_moved
 
-    def retract_answer(self, tenancy: Tenancy) -> None:
-        """The row is gone, and what was kept of its answer meanwhile goes with it, from the disk too."""
-        start = tenancy.row.answer_kept_from
-        path = self._tree.retract(tenancy.lease, start) if start is not None else None
+    def retract_answer(self, cache_lease: CacheLease) -> None:
+        """Forget what was kept of a row's answer meanwhile, on disk too: the row is gone."""
+        start = cache_lease.row.answer_kept_from
+        path = self._tree.retract(cache_lease.lease, start) if start is not None else None
         if self._disk is not None and path is not None and start is not None:
             self._disk.retract(path, start)
 
-    def leave(self, tenancy: Tenancy) -> None:
-        """The row is gone; segments that were complete stay."""
-        self.moving.let_go(tenancy.lease)
-        self._tree.release(tenancy.lease)
-        if tenancy.row.is_forgotten:
+    def leave(self, cache_lease: CacheLease) -> None:
+        """Release a row's lease; segments that were complete stay."""
+        self.kv_moves.let_go(cache_lease.lease)
+        self._tree.release(cache_lease.lease)
+        if cache_lease.row.is_forgotten:
             self._tree.forget_names()
 
     def count(self, *, num_prompt_tokens: int = 0, num_cached_tokens: int = 0, num_prefill_tokens: int = 0) -> None:
@@ -257,12 +234,8 @@ class PrefixCache:
             self._totals.num_prefill_tokens + num_prefill_tokens,
         )
 
-    def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
-        if wait.is_new_stop:
-            tenancy.stops = sorted([*tenancy.stops, Stop(wait.offset, "divergence")], key=lambda stop: stop.offset)
-
     def _note_reuse(self, row: Row, match: PrefixMatch) -> None:
-        """Say on the row what it starts from, and count where a checkpoint was missing."""
+        """Note on the row what it starts from, and count where a checkpoint was missing."""
         tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
         is_trim_miss = match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail
         self._num_hybrid_trim_misses += is_trim_miss
@@ -281,7 +254,7 @@ class PrefixCache:
 
     def kept_tokens(self, tokens: TokenSequence, partitions: Sequence[str] | None = None) -> tuple[int, int]:
         """How much of a conversation RAM has, and how much RAM or the disk has, the partition with most of it (None:
-        of all); to ask is no use of it."""
+        of all); asking does not count as use."""
         disk, asked = self._disk, partitions
         if asked is None:
             asked = [*self._tree.partitions(), *(disk.tier.index.partitions() if disk is not None else ())]
@@ -294,14 +267,14 @@ class PrefixCache:
         paths = self._tree.discard(tokens, lambda entry_owner: is_owner(request_owner(entry_owner)))
         if self._disk is not None:
             self._disk.discard(tokens, paths, self.hasher)
-        elif self.is_unnamed:  # no prefix can be found there yet, but whose each file is stands in the books
+        elif self.is_unnamed:  # no prefix can be found there yet, but the index knows each file's owners
             self.forget_on_disk(is_owner)
         del paths
         mx.clear_cache()
 
     def forget(self, is_forgotten: IsForgotten) -> ForgottenKv:
-        """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs. On
-        the disk of this model: see `forget_of_others`."""
+        """Forget what only the requests of these owners used, and what has no known owner: it may be theirs. On the
+        disk of this model: see `forget_of_others`."""
         held_bytes = self._tree.num_ram_bytes
         num_tokens = self._tree.forget(is_forgotten)
         num_ram_bytes = held_bytes - self._tree.num_ram_bytes
@@ -309,7 +282,7 @@ class PrefixCache:
         removal = forget_on_disk(is_forgotten)
         self.warmed.forget_owners(is_forgotten)
         self.make_room()
-        self.kv_room.let_rest_leave(to_its_end=True)  # names of owners are kept until all has been looked at
+        self.kv_room.evict_rest(to_its_end=True)  # names of owners are kept until all has been looked at
         mx.clear_cache()
         return ForgottenKv(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
 
@@ -323,9 +296,9 @@ class PrefixCache:
         self.kv_room.make(num_needed_bytes)
 
     def give_ram_back(self) -> None:
-        """Where RAM is only lent, what no row stands on leaves it as soon as the disk has it."""
+        """Where RAM is only lent, evict what no row uses as soon as the disk has it."""
         if self._disk is not None:
-            self._disk.writing.leave_ram(self._max_bytes)
+            self._disk.writing.evict_written(self._max_bytes)
 
     def do_disk_work(self) -> bool:
         """Idle work: write what could not be written before and, where RAM is only lent, free it. Whether to ask again
@@ -345,32 +318,32 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Forget everything that RAM keeps; live rows go on."""
+        """Forget everything that RAM keeps; live rows continue."""
         if self._disk is not None:
             self._disk.abandon()
-        self.moving.clear()
+        self.kv_moves.clear()
         self._tree.clear()
         mx.clear_cache()
 
     def empty(self) -> None:
-        """Forget everything, on disk too; live rows go on."""
+        """Forget everything, on disk too; live rows continue."""
         if self._disk is not None:
             self._disk.tier.clear()
-        elif self.is_unnamed:  # which of all that the disk has is this model's nobody knows
+        elif self.is_unnamed:  # which of the files on disk are this model's is not known
             self.forget_on_disk(lambda _: True)
         self.clear()
         self.warmed.clear()
 
     def rename(self, fingerprint: str) -> None:
-        """What the model is called is known now: all that is kept is named by it. Before `use_disk`."""
+        """Name all that is kept by the model's fingerprint, which is known now. Before `use_disk`."""
         self.hasher, self.is_unnamed = replace(self.hasher, fingerprint=fingerprint), False
         self._tree.rename(self.hasher)
         self.warmed.rename(self.hasher)
 
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
-        """From now on what is kept is written to disk too, and comes back from there, also what RAM has already.
+        """Write what is kept to disk too from now on, also what RAM has already, and restore from there.
         `is_ram_lent`: RAM keeps what rows need now, nothing else."""
-        wants, room, some = self._needs_checkpoints, self.make_room, self.kv_room.make_some
+        wants, room, some = self.needs_checkpoints, self.make_room, self.kv_room.make_some
         self._disk = DiskCache(
             tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room, make_some_room=some
         )
@@ -378,7 +351,7 @@ class PrefixCache:
             self._disk.writing.save(path, 0)
 
     def measured_prefill(self, tokens_per_second: float | None) -> None:
-        """How fast this model computes: reading from disk must be faster to be worth it."""
+        """Note how fast this model computes: reading from disk must be faster to be worth it."""
         if self._disk is not None and tokens_per_second is not None:
             self._disk.tier.prefill_rate = tokens_per_second
 
@@ -392,7 +365,7 @@ class PrefixCache:
         return disk is None or disk.close(timeout_seconds)
 
     def begin_anew(self) -> None:
-        """Nothing kept, nothing counted."""
+        """Forget all that is kept and counted."""
         self.clear()
         self.warmed.forget()
         self._totals = Totals()

@@ -8,8 +8,11 @@ from itertools import pairwise
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop
 from kvserve.cache.token_run import pack
 from kvserve.core import MessageStart, TokenSequence
-from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS
 from kvserve.engine.rows import Row
+
+ANSWER_ALLOWANCE_TOKENS = 2048
+"""An answer's share in a row's bytes at admission. Agents ask for 32,000 tokens and use a few hundred of them, so
+reserving the whole `max_tokens` would leave most of the memory idle."""
 
 
 def owner_of(row: Row) -> str:
@@ -21,7 +24,7 @@ def owner_of(row: Row) -> str:
 
 
 def user_of(row: Row) -> str:
-    """By whose name it is noted what a row used; nobody's where who asks was forgotten."""
+    """By whose name it is noted what a row used; "" where that owner was forgotten."""
     return "" if row.is_forgotten else row.request.owner
 
 

@@ -1,6 +1,6 @@
 """A row: one request inside the engine, and the handle through which its client hears of it.
 
-`Generation` is shared between threads: the engine writes events, any thread may cancel. `Row` belongs to the engine
+`RequestHandle` is shared between threads: the engine writes events, any thread may cancel. `Row` belongs to the engine
 thread alone.
 """
 
@@ -24,9 +24,9 @@ from kvserve.core import (
     TokenDelta,
 )
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.courier import Carry, call_now
-from kvserve.engine.logprobs import LogprobReader
+from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.thinking_limit import ThinkingLimiter
+from kvserve.engine.token_dispatcher import Dispatch, call_now
 from kvserve.errors import EngineFailure, KvserveError
 
 type Reader = Callable[[], bool]
@@ -38,13 +38,13 @@ DECODING_POLL_SECONDS = 1.0
 that looks in between would only cost the model's threads their processors."""
 
 
-class Generation:
+class RequestHandle:
     """The client's end of a row: events come out, a cancellation goes in."""
 
-    def __init__(self, request: GenerationRequest, carry: Carry = call_now) -> None:
-        """`carry` takes what delivers an event to its client's thread, and calls it in order."""
+    def __init__(self, request: GenerationRequest, dispatch: Dispatch = call_now) -> None:
+        """`dispatch` takes what delivers an event to its client's thread, and calls it in order."""
         self.request = request
-        self._carry = carry
+        self._dispatch = dispatch
         self._news = threading.Condition()
         self._arrived: deque[GenerationEvent] = deque()
         self._has_begun = False
@@ -61,9 +61,8 @@ class Generation:
         self._cancelled.set()
 
     def put(self, event: GenerationEvent, *, may_wait: bool = False) -> None:
-        """Deliver one event, soon or (`may_wait`) behind the courier's next departure; called by the engine thread
-        only."""
-        self._carry(partial(self._deliver, event), may_wait=may_wait)
+        """Deliver one event, soon or (`may_wait`) with the next one; called by the engine thread only."""
+        self._dispatch(partial(self._deliver, event), may_wait=may_wait)
 
     def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
         """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one, or
@@ -84,7 +83,7 @@ class Generation:
             if self._arrived:
                 return
             self._reader = read
-            self._news.wait(self._patience(seconds))
+            self._news.wait(self._longest_wait(seconds))
             self._reader = None
             while self._is_read_elsewhere:
                 self._news.wait()
@@ -108,14 +107,14 @@ class Generation:
     def _take(self, poll_seconds: float) -> list[GenerationEvent]:
         with self._news:
             if not self._arrived and poll_seconds:
-                self._news.wait(self._patience(poll_seconds))
+                self._news.wait(self._longest_wait(poll_seconds))
             batch = list(self._arrived)
             self._arrived.clear()
         if batch:  # a row whose batch broke begins again, with progress
             self._has_begun = isinstance(batch[-1], TokenDelta)
         return batch
 
-    def _patience(self, seconds: float) -> float:
+    def _longest_wait(self, seconds: float) -> float:
         return max(seconds, DECODING_POLL_SECONDS) if self._has_begun else seconds
 
 
@@ -125,7 +124,7 @@ class Row:
 
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
-    `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
+    `answer_kept_from`: where the KV begins that was kept of its answer meanwhile, None as long as there is none.
     `progressed_at`: when it got its place, or something was computed for it or came from the disk last, and as much
     later as prompts stood still for streams since. `decoding_from`: when its prompt was computed, None while it is to
     be, also again; `seconds_decoded`: how long it decoded before that. `waits_again`: it was in a batch, and waits for
@@ -133,14 +132,14 @@ class Row:
     `first_token_seconds`: in about how long its first token comes, as far as is known. `num_overtaken`: how many rows
     that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
-    `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold. `moved_bytes`: where that is
-    less than what is kept of it, so much leaves the tree for it.
-    `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
-    tokens, None where nobody asks. `trouble` is what its generator raised last, `failure` what the row itself is to
-    blame for.
+    `restorable_bytes`: so much of the kept KV it may use, beside what all rows hold. `moved_bytes`: where that is less
+    than what is kept of it, so much moves out of the tree to it.
+    `is_forgotten`: its owner was forgotten meanwhile, and nothing of it is kept. `logprobs` reads those of its
+    tokens, None where its client does not ask. `trouble` is what its generator raised last, `failure` what the row
+    itself is to blame for.
     """
 
-    generation: Generation
+    handle: RequestHandle
     on_end: Callable[[], None]
     constraints: tuple[GrammarProcessor | ThinkingLimiter, ...] = ()
     submitted_at: float = field(default_factory=time.monotonic)
@@ -171,7 +170,7 @@ class Row:
 
     @property
     def request(self) -> GenerationRequest:
-        return self.generation.request
+        return self.handle.request
 
     @property
     def has_begun(self) -> bool:
@@ -188,7 +187,7 @@ class Row:
         return [*self.request.prompt.ids, *self.generated]
 
     def begin_decoding(self) -> None:
-        """Its prompt is computed; nothing where it was before."""
+        """Note that its prompt is computed; nothing where it was before."""
         self.decoding_from = self.decoding_from or time.monotonic()
 
     def decoding_seconds(self, now: float) -> float:
@@ -197,7 +196,7 @@ class Row:
         return self.seconds_decoded + (now - self.decoding_from if self.decoding_from is not None else 0.0)
 
     def leave_batch(self) -> None:
-        """It has left its batch, to enter again: what it lacks of its prompt then is computed before it decodes."""
+        """Note that it has left its batch to enter again: what it lacks of its prompt is computed before it decodes."""
         self.seconds_decoded, self.decoding_from = self.decoding_seconds(time.monotonic()), None
         self.note_progress()
 
@@ -207,12 +206,12 @@ class Row:
         self.waits_again = self.was_put_back = True
 
     def end_wait(self) -> None:
-        """It has its place: it enters, for the first time or again."""
+        """Note that it has its place: it enters, for the first time or again."""
         self.waits_again = False
         self.note_progress()
 
     def note_progress(self) -> None:
-        """Something was done for it just now."""
+        """Note that something was done for it just now."""
         self.progressed_at = time.monotonic()
 
     @property
@@ -221,14 +220,14 @@ class Row:
         return len(self.request.prompt) - 1
 
     def note_kept(self, start: int, end: int) -> None:
-        """The KV of its tokens `[start, end)` is kept from now on; what of it is the prompt's is none of its answer."""
+        """Note that the KV of its tokens `[start, end)` is kept; the prompt's part of it is not the answer's."""
         if self.answer_kept_from is None and start < end and end > len(self.request.prompt):
             self.answer_kept_from = max(start, self.answer_start)
 
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)
         seconds = self.first_token_seconds if num_done_tokens < self.num_tokens - 1 else None  # it is there at once
-        self.generation.put(
+        self.handle.put(
             PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse, seconds)
         )
 
@@ -239,7 +238,7 @@ class Row:
             self.first_token_at = time.monotonic()
         logprobs = self.logprobs.take(self.num_tokens, token) if self.logprobs is not None else None
         self.generated.append(token)
-        self.generation.put(TokenDelta(token, logprobs), may_wait=not is_first)
+        self.handle.put(TokenDelta(token, logprobs), may_wait=not is_first)
 
     def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
         """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""
@@ -248,7 +247,7 @@ class Row:
         started = self.prefill_started_at or now
         first = self.first_token_at or now
         self.on_end()
-        self.generation.put(
+        self.handle.put(
             GenerationDone(
                 reason=reason,
                 num_prompt_tokens=len(self.request.prompt),
@@ -264,4 +263,4 @@ class Row:
             error = EngineFailure(f"The model failed on this request: {type(error).__name__}: {error}")
         self.is_over = True
         self.on_end()
-        self.generation.put(GenerationFailed(error))
+        self.handle.put(GenerationFailed(error))

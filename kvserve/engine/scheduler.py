@@ -1,8 +1,8 @@
-"""Rows go their way: they get a place, are prefilled one chunk at a time, and decoded together.
+"""Carries rows through their stages: they are admitted, prefilled one chunk at a time, and decoded together.
 
     waiting -> admitted: lookup -> restore, prefill the rest -> decode -> finished: insert
 
-A row whose prompt another one is just prefilling waits for that one's KV. Whose turn it is the policy says; here it is
+A row whose prompt another one is just prefilling waits for that one's KV. The policy says what is next; here it is
 carried out. Everything here belongs to the engine thread.
 """
 
@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from kvserve.engine.admission import Budget
-from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.admission import Admission, Budget
 from kvserve.engine.borders import row_fails_alone
+from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
-from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
-from kvserve.engine.entrance import Entrance
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
@@ -26,15 +26,14 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
-from kvserve.engine.sampling import Sampler, processors_for, sampler_for
-from kvserve.engine.tenancies import Tenancies
-from kvserve.engine.turns import Turns
+from kvserve.engine.turn_order import TurnOrder
+from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure, NoProgress
 
 DISK_WAIT_SECONDS = 0.02
-"""How long nobody listens to clients while all that is to be done is to wait for the disk."""
+"""How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
 
 
 class Scheduler:
@@ -51,31 +50,31 @@ class Scheduler:
         stream_share: float,
         report: Callable[[str], None],
         warming: WarmSettings,
-        depart: Callable[[], None] = lambda: None,
+        send_tokens: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stream_share` of the time that prompts take beside streams is these. `depart` is called whenever what rows
-        have said may go to their clients."""
+        """Beside prompts streams have `stream_share` of the time. `send_tokens` is called whenever tokens that wait may
+        go to their clients."""
         self.cache = cache
         self._model = model
         self._watchdog_seconds = watchdog_seconds
         self._report = report
         self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
         self._rows: list[Row] = []
-        self._arrivals = Arrivals(cache, report)
-        self._depart = depart
-        self._pool = DecodePool(model, budget.max_rows, depart)
-        self._entrance = Entrance(budget, cache, self._pool)
-        self._tenancies = Tenancies(cache, model.sizes, self._memory, report, self._account)
+        self._waiting_for_prefix = WaitingForPrefix(cache, report)
+        self._send_tokens = send_tokens
+        self._pool = DecodePool(model, budget.max_rows, send_tokens)
+        self._admission = Admission(budget, cache, self._pool)
+        self._cache_leases = CacheLeases(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._prefills = PrefillPool(model, self._chunk_length)
-        self._turns = Turns(
-            cache, self._entrance, self._arrivals, self._prefills, self._pool, stream_share=stream_share
+        self._turn_order = TurnOrder(
+            cache, self._admission, self._waiting_for_prefix, self._prefills, self._pool, stream_share=stream_share
         )
 
     @property
     def num_prefilling(self) -> int:
-        return len(self._arrivals) + len(self._prefills)
+        return len(self._waiting_for_prefix) + len(self._prefills)
 
     @property
     def num_decoding(self) -> int:
@@ -83,65 +82,68 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._turns.waiting or self._arrivals or self._prefills or self._pool.num_rows)
+        return not (self._turn_order.waiting or self._waiting_for_prefix or self._prefills or self._pool.num_rows)
 
     @property
     def _is_only_decoding(self) -> bool:
         """Whether a tick is a step and nothing else: what rows have said may wait until the middle of it."""
-        return bool(self._pool.num_rows) and not (self._turns.waiting or self._arrivals or self._prefills)
+        return bool(self._pool.num_rows) and not (
+            self._turn_order.waiting or self._waiting_for_prefix or self._prefills
+        )
 
     def add(self, row: Row) -> None:
-        """Queue a row behind those that wait; what nobody asked for makes way."""
+        """Queue a row behind those that wait; work ahead of requests makes way."""
         self.warmer.pause()
         self._rows.append(row)
-        self._turns.queue(row)
+        self._turn_order.queue(row)
 
     def tick(self) -> None:
         """Ask the policy and do what it says: rows go, rows enter, then one chunk of prefill or one step of streams."""
         self._look_around()
-        plan = self._turns.next_plan(self._watchdog_seconds)
+        plan = self._turn_order.next_plan(self._watchdog_seconds)
         while plan.ended or plan.admitted is not None:
             self._let_go(plan.ended)
             self._let_in(plan.admitted)
-            plan = self._turns.next_plan(self._watchdog_seconds)
-        is_changed = self._begin_ready() or bool(self._arrivals)  # these say for whom they wait
-        self._compute(self._turns.next_work() if is_changed else plan.work)
+            plan = self._turn_order.next_plan(self._watchdog_seconds)
+        is_changed = self._begin_ready() or bool(self._waiting_for_prefix)  # these say for whom they wait
+        self._compute(self._turn_order.next_work() if is_changed else plan.work)
         self._pool.settle()
-        self._tenancies.keep_long_answers(self._pool, self._depart)
+        self._cache_leases.keep_long_answers(self._pool, self._send_tokens)
         self.cache.give_ram_back()
 
     def _look_around(self) -> None:
-        """What has changed since the last tick, before anybody enters."""
+        """Deal with what has changed since the last tick, before any row enters."""
         if not self.is_idle:
             self.warmer.note_busy()
         if not self._is_only_decoding:
-            self._depart()
+            self._send_tokens()
         self._account()
         self.cache.kv_room.memory.look()
         self._put_back_outgrown()
+        self._quantise_due()
         self._pool.settle()
 
     def _compute(self, work: PrefillChunk[Row] | DecodeStep | Pause) -> None:
-        """One piece of work, and how long it took. What a chunk leaves behind is part of it."""
+        """Do one piece of work and measure it; keeping what a chunk gave is part of it."""
         self._account()
-        started, has_readers = time.perf_counter(), self._turns.has_readers
+        started, has_readers = time.perf_counter(), self._turn_order.has_readers
         match work:
             case PrefillChunk(row, seconds):
                 step = self._prefills.step(row, seconds)
                 self._settle_prefill(step)
                 took, rows = time.perf_counter() - started, (prefill.row for prefill in step.computed)
-                self._turns.prefilled(rows, step.num_tokens, took, is_beside_streams=has_readers)
+                self._turn_order.prefilled(rows, step.num_tokens, took, is_beside_streams=has_readers)
             case DecodeStep(is_for_all):
                 self._settle(self._pool.step_all() if is_for_all else self._pool.step())
-                self._turns.stepped(time.perf_counter() - started)
-            case Pause() if self._arrivals:
+                self._turn_order.stepped(time.perf_counter() - started)
+            case Pause() if self._waiting_for_prefix:
                 self.cache.await_disk(DISK_WAIT_SECONDS)
 
     def sweep(self) -> None:
-        """Let leave what has outlived its time, also when nobody asks for anything."""
+        """Evict what has outlived its time, also while no request comes."""
         self._account()
         self.cache.make_room()
-        self.cache.kv_room.let_rest_leave(to_its_end=True)
+        self.cache.kv_room.evict_rest(to_its_end=True)
         self.cache.kv_room.memory.look()
         self.warmer.look()
 
@@ -151,7 +153,7 @@ class Scheduler:
         return self.cache.do_disk_work() or self._memory.with_second_try(self.cache.coalesce) or self.warmer.step()
 
     def seconds_to_rest(self, at_most: float) -> float:
-        """How long an idle engine may wait before it looks at what nobody asked for."""
+        """How long an idle engine may wait before it looks at work ahead of requests."""
         due = self.warmer.seconds_until_due()
         return at_most if due is None else min(due, at_most)
 
@@ -160,49 +162,48 @@ class Scheduler:
         return replace(self.cache.report(), warming=self.warmer.report())
 
     def clear(self) -> None:
-        """Forget everything that is kept; running rows go on."""
+        """Forget everything that is kept; running rows continue."""
         self.warmer.drop_all("cleared")
         self.cache.empty()
         self._forget_images()
 
     def forget(self, is_forgotten: Callable[[str], bool]) -> ForgottenKv:
-        """Forget what only the requests of these owners used; those that are under way go on and leave nothing."""
+        """Forget what only the requests of these owners used; those under way continue, and nothing of them is kept."""
         self.warmer.forget(is_forgotten)
         for row in self._rows:
             row.is_forgotten |= is_forgotten(row.request.owner)
-        self._arrivals.forget()
+        self._waiting_for_prefix.forget()
         self._forget_images()
         return self.cache.forget(is_forgotten)
 
     def _forget_images(self) -> None:
-        """Of what a vision tower made nobody knows whose it is."""
-        if self._model.sight is not None:
-            self._model.sight.tower.clear()
+        """The features that a vision tower keeps have no owners: all are dropped."""
+        if self._model.vision is not None:
+            self._model.vision.tower.clear()
 
     def keep_running(self) -> None:
-        """Keep what running rows have computed so far: nothing will run on."""
+        """Keep what running rows have computed so far: none of them will continue."""
         self.warmer.drop_all("shutdown")
         for prefill in list(self._prefills):
             self._prefills.remove(prefill.row)
-            with self._tenancies.in_transit(prefill.row):
-                self._tenancies.keep_prefilled(prefill)
+            with self._cache_leases.in_transit(prefill.row):
+                self._cache_leases.keep_prefilled(prefill)
         for row in self._pool.rows():
             if (left := self._pool.remove(row)) is not None:
-                with self._tenancies.in_transit(row):
-                    self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
+                with self._cache_leases.in_transit(row):
+                    self._cache_leases.keep_rest(row, left.caches, left.tokens, left.rest)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
-        """Take every row out, whatever its stage, also one that was on its way from one to the next when something
-        broke; generators and caches are thrown away, and what was kept of prompts, unless it is to be written first
-        (`is_last`)."""
+        """Take every row out, whatever its stage, also one that was between two stages when something broke. Generators
+        and caches are dropped, and kept KV too unless it is to be written first (`is_last`)."""
         rows = [row for row in self._rows if not row.is_over]
         self._rows.clear()
         self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
         self._prefills.discard()
-        self._turns.clear()
-        self._arrivals.discard(is_cache_kept=is_last)
-        self._tenancies.clear(is_cache_kept=is_last)
+        self._turn_order.clear()
+        self._waiting_for_prefix.discard(is_cache_kept=is_last)
+        self._cache_leases.clear(is_cache_kept=is_last)
         if not is_last:
             self.cache.clear()
         return rows
@@ -212,24 +213,24 @@ class Scheduler:
     def _let_go(self, ended: Sequence[Ending[Row]]) -> None:
         """Free the rows whose client left or whose time is up, between two steps."""
         for row, reason in ((ending.row, ending.reason) for ending in ended):
-            self._depart()
-            self._arrivals.remove(row)
+            self._send_tokens()
+            self._waiting_for_prefix.remove(row)
             prefill, left = self._prefills.remove(row), self._pool.remove(row)
-            self._turns.leaves(row, prefill)
+            self._turn_order.leaves(row, prefill)
             if reason == "stuck":
                 row.fail(NoProgress(self._watchdog_seconds))
             else:
                 row.finish(reason)
-            with self._tenancies.in_transit(*([row] if prefill is not None or left is not None else [])):
+            with self._cache_leases.in_transit(*([row] if prefill is not None or left is not None else [])):
                 if prefill is not None and reason != "watchdog":
-                    self._tenancies.keep_prefilled(prefill)
-                # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
+                    self._cache_leases.keep_prefilled(prefill)
+                # The answer of a row that the watchdog ended is not kept; what a client stopped was wanted up to there.
                 if reason == "watchdog":
-                    self._tenancies.keep_prompt_only(row, prefill, left)
+                    self._cache_leases.keep_prompt_only(row, prefill, left)
                 self._release(row, left if reason == "cancelled" else None)
 
     def _let_in(self, row: Row | None) -> None:
-        """A waiting row gets a place; what is kept makes room for it."""
+        """Admit a waiting row; kept KV makes room for it."""
         if row is not None:
             row.end_wait()
             self._arrive(row, has_room=False)
@@ -237,47 +238,65 @@ class Scheduler:
     def _begin_ready(self) -> bool:
         """Begin the rows that nothing keeps waiting, where there is room for them; whether there were any."""
         started, num_begun = time.perf_counter(), 0
-        if self._arrivals.make_way(self._entrance.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
+        if self._waiting_for_prefix.make_way(
+            self._admission.missing_bytes, is_beside_streams=bool(self._pool.num_rows)
+        ):
             self._account()
-        for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
+        for row in self._waiting_for_prefix.take_ready(self._prefills, self._cache_leases.keep):
             self._begin(row)
             num_begun += 1
         if num_begun:
-            self._turns.restored(time.perf_counter() - started)
+            self._turn_order.restored(time.perf_counter() - started)
         return num_begun > 0
 
     def _put_back_outgrown(self) -> None:
-        """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
-        what it has computed."""
+        """Let the newest row wait where answers longer than their allowance have outgrown the memory for all. It
+        continues from what it has computed."""
         rows = self._pool.rows()
-        if len(rows) < 2 or not self._entrance.is_outgrown():
+        if len(rows) < 2 or not self._admission.is_outgrown():
             return
         row = max(rows, key=lambda each: each.submitted_at)
-        self._settle(self._pool.hand_out_drawn(row))
-        if (left := self._pool.remove(row)) is None:
+        if (left := self._taken_out(row)) is None:
             return
-        with self._tenancies.in_transit(row):
-            self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
+        with self._cache_leases.in_transit(row):
+            self._cache_leases.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         row.wait_again()
-        self._turns.queue(row, is_back=True)
+        self._turn_order.queue(row, is_back=True)
+
+    def _quantise_due(self) -> None:
+        """Keep what rows hold in full precision that have come to where quantised KV starts, and convert them."""
+        for row in self._pool.at_quantise_start():
+            if (left := self._taken_out(row)) is None:
+                continue
+            self._send_tokens()  # the others wait for nothing that is done now
+            self._cache_leases.keep_rest(row, left.caches, left.tokens)
+            with self._or_leaves(row):
+                enter = partial(self._pool.enter, row, left.caches, Decoder.of(row, self._model.vocab_size))
+                self._memory.with_second_try(enter)
+
+    def _taken_out(self, row: Row) -> ExtractedRow | None:
+        """Take a row that will enter again out of its batch, and hand out the token that is drawn for it: its states
+        are those before that one. None where it was the last one, or the batch broke."""
+        self._settle(self._pool.hand_out_drawn(row))
+        return self._pool.remove(row)
 
     def _arrive(self, row: Row, *, has_room: bool) -> None:
-        self._turns.enters(row)
-        self._entrance.measure(row, self._turns.running())
-        self._arrivals.add(row, has_room=has_room)
+        self._turn_order.enters(row)
+        self._admission.measure(row, self._turn_order.running())
+        self._waiting_for_prefix.add(row, has_room=has_room)
         self._account()
 
     def _account(self) -> None:
-        """Say what live rows hold: what has left its batch is there until it is kept."""
-        live_bytes, copied = self._live_bytes() + self._tenancies.transit_bytes, self._model.sizes.copied
-        awaited_bytes = self._entrance.arriving_bytes(self._arrivals.without_room())
+        """Account what live rows hold: a row that has left its batch counts until it is kept."""
+        live_bytes, copied = self._live_bytes() + self._cache_leases.transit_bytes, self._model.sizes.copied
+        awaited_bytes = self._admission.arriving_bytes(self._waiting_for_prefix.without_room())
         self.cache.kv_room.account(live_bytes, copied(live_bytes), awaited_bytes + copied(awaited_bytes))
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
         answer once it computes."""
-        arriving, peak = self._entrance.arriving_bytes(self._arrivals.rows()), self._model.sizes.peak
+        arriving, peak = self._admission.arriving_bytes(self._waiting_for_prefix.rows()), self._model.sizes.peak
         beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
         return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
@@ -286,16 +305,16 @@ class Scheduler:
         with row_fails_alone(row, self._memory, self._forget_ended):
             images = self._model.images(row.request)
             if row.moved_bytes:
-                self._arrivals.remove(row)  # nobody else stands on what it takes over
-            tenancy, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
+                self._waiting_for_prefix.remove(row)  # no other lease is on what it takes over
+            cache_lease, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
         if row.is_over:
             return
         if not row.has_begun:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
-        self._tenancies.begin(row, tenancy)
-        self._prefills.add(prefill := Prefill(row, tenancy, caches, num_done, images=images))
-        self._turns.begins(row, prefill.num_left)
+        self._cache_leases.begin(row, cache_lease)
+        self._prefills.add(prefill := Prefill(row, cache_lease, caches, num_done, images=images))
+        self._turn_order.begins(row, prefill.num_left)
         row.report_progress(num_done)
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -309,7 +328,7 @@ class Scheduler:
             self.cache.measured_prefill(self._chunk_length.tokens_per_second)
         for prefill in step.computed:
             if step.num_tokens:
-                self._tenancies.keep(prefill)
+                self._cache_leases.keep(prefill)
             if not prefill.num_left:
                 self._decode(prefill)
         if step.failed is not None:
@@ -317,49 +336,36 @@ class Scheduler:
 
     def _settle_failed(self, prefill: Prefill, error: Exception) -> None:
         row, prefill.caches = prefill.row, []  # half written, and of no use
-        self._turns.leaves(row, prefill)
+        self._turn_order.leaves(row, prefill)
         if self._memory.may_begin_again(row, error):
             self._release(row, None)
             self._arrive(row, has_room=True)
         else:
-            row.fail(self._memory.told(row, error))
+            row.fail(self._memory.client_error(row, error))
             self._release(row, None)
 
     def _decode(self, prefill: Prefill) -> None:
-        """A row leaves its prefill; the first decode step computes its last prompt token."""
+        """Move a row from its prefill into a batch; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
-            padding_bytes = self._entrance.padding_left([*self._turns.running(), prefill.row])
-            decoder = self._decoder(prefill.row)
+            padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
+            decoder = Decoder.of(prefill.row, self._model.vocab_size)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
 
-    def _decoder(self, row: Row) -> Decoder:
-        sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
-        processors = processors_for(sampling, num_prompt_tokens)
-        if row.logprobs is not None:
-            processors.insert(0, row.logprobs)
-        for constraint in row.constraints:
-            constraint.reset()
-            processors.append(constraint)
-        return Decoder(self._sampler(row), processors, sampling.seed is not None)
-
-    def _sampler(self, row: Row) -> Sampler:
-        return sampler_for(row.request.sampling, self._model.vocab_size, len(row.generated))
-
-    def _settle(self, step: Step) -> None:
-        """What a decode step left to do; rows that must hear something hear it first."""
-        if step.finished or step.evicted or step.crossed:
-            self._depart()  # the others wait for nothing that is done now
+    def _settle(self, step: DecodeResult) -> None:
+        """Do what a decode step left to do; clients that must hear something hear it first."""
+        if step.finished or step.evicted:
+            self._send_tokens()  # the others wait for nothing that is done now
         if step.is_short_of_memory and step.evicted:  # while their leases hold what they will begin from
             self._memory.free()
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             left = next((each for each in step.broken if each.row is row), None)
-            with self._tenancies.in_transit(*([row] if left is not None else [])):
+            with self._cache_leases.in_transit(*([row] if left is not None else [])):
                 if left is not None:
-                    self._tenancies.keep_prompt(row, left.caches, left.tokens, left.rest)
+                    self._cache_leases.keep_prompt(row, left.caches, left.tokens, left.rest)
                 self._release(row, None)
         for row in step.evicted:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
@@ -368,35 +374,25 @@ class Scheduler:
             row.leave_batch()
             self._release(row, None)
             self._arrive(row, has_room=True)
-        with self._tenancies.in_transit(*(left.row for left in step.finished)):
+        with self._cache_leases.in_transit(*(left.row for left in step.finished)):
             for left in step.finished:
                 self._release(left.row, left)
-        for crossing in step.crossed:
-            self._cross(crossing)
-
-    def _cross(self, crossing: Crossing) -> None:
-        """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
-        left = crossing.left
-        self._tenancies.keep_rest(left.row, left.caches, left.tokens)
-        decoder = replace(crossing.decoder, sampler=self._sampler(left.row))  # its old one drew a token that nobody got
-        with self._or_leaves(left.row):
-            self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, decoder))
 
     def _or_leaves(self, row: Row) -> AbstractContextManager[None]:
-        """A row that cannot enter its batch fails, and is gone."""
+        """Work that lets a row enter its batch: where it raises, the row fails and is released."""
         return row_fails_alone(row, self._memory, partial(self._release, row, None))
 
-    def _release(self, row: Row, left: Left | None) -> None:
-        """A row is gone; with `left` its KV is taken in up to the last whole token."""
+    def _release(self, row: Row, left: ExtractedRow | None) -> None:
+        """Release a row; with `left` its KV is kept up to the last whole token."""
         self._forget_ended()
         if row.is_forgotten:
             self._forget_images()
         self._account()
-        self._tenancies.release(row, left)
+        self._cache_leases.release(row, left)
 
     def _forget_ended(self) -> None:
-        """A request has its pictures as they were sent: an idle engine holds none."""
+        """Let go of rows that are over: a request has its pictures as they were sent, and an idle engine holds none."""
         for row in self._rows:
             if row.is_over:
-                self._turns.leaves(row)
+                self._turn_order.leaves(row)
         self._rows = [each for each in self._rows if not each.is_over]

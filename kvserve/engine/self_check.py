@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.engine.batch_kv import entering
 from kvserve.engine.borders import described, finding
-from kvserve.engine.leaves import leaves
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.padded_pass import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout
@@ -54,7 +54,7 @@ class CachesDiffer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What is computed: the long row's prompt, the short one's is its beginning, and what each of them goes on with."""
+    """What is computed: the long row's prompt, the short one's is its beginning, and how each of them continues."""
 
     prompt: list[int]
     given_long: list[int]
@@ -94,7 +94,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     Raises what the model raises when a row is computed alone: then nothing can be done with it. Raises ModelLoadError
     where quantised KV needs a copy that cannot be made.
     """
-    tried = leaves(model.new_caches())
+    tried = flat_caches(model.new_caches())
     unknown = [leaf for leaf in tried if not _is_known(leaf)]
     named = {length for leaf in unknown for length in _lengths_named(leaf)}
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
@@ -104,7 +104,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = _trouble(trial.copies)
-        is_plain = model.quantiser is None and model.sight is None and can_be_padded(model.new_caches())
+        is_plain = model.quantiser is None and model.vision is None and can_be_padded(model.new_caches())
         no_pad = _trouble(trial.padded) if is_plain and not no_batch else ""
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
     if no_batch and no_copy and (start := model.sizes.packed_from):
@@ -148,7 +148,7 @@ def _trouble(attempt: Callable[[], None]) -> str:
 
 
 class _Trial:
-    """A long and a short row, as they are when nobody else computes, and what else must come out like them."""
+    """A long and a short row, each computed alone, and what else must come out like them."""
 
     def __init__(
         self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: _Tokens, *, allows_noise: bool
@@ -160,7 +160,7 @@ class _Trial:
         self._max_error = max(MAX_ERROR, NOISE_FACTOR * self._noise()) if allows_noise else MAX_ERROR
 
     def batch(self) -> None:
-        """Two rows enter a batch together, a third one later; that one goes on alone. Raises CachesDiffer."""
+        """Two rows enter a batch together, a third one later; that one continues alone. Raises CachesDiffer."""
         rows = (self._long, self._short, self._short)
         scripts = [_Script(row.given) for row in rows]
         generator: Any = batch_generator(self._module)
@@ -177,7 +177,7 @@ class _Trial:
             self._compare([*script.seen, self._step(caches, row.given[2:3])], row.logprobs)
 
     def copies(self) -> None:
-        """Copies and original go on in turns, none must notice the others. Raises CachesDiffer."""
+        """Copies and original continue in turns, none must notice the others. Raises CachesDiffer."""
         layout = CacheLayout(self._new_caches)
         original = self._prefilled(self._long.prompt)
         num_tokens = len(self._long.prompt) - 1

@@ -4,8 +4,8 @@ Every leaf cache of a row is of one of three kinds, chosen by its class:
 
     cut      keys and values per token, any run of tokens can be read and put together again
     window   the last `max_size` rows of keys and values: a checkpoint, exact at its offset only
-    whole    anything else (recurrent states, classes that nobody knows here): a copy of the object, likewise
-    none     what follows from the prompt (`RopeShift`): it is not kept, whoever restores a row says it anew
+    whole    anything else (recurrent states, classes that are not known here): a copy of the object, likewise
+    none     what follows from the prompt (`RopeShift`): it is not kept; a restored row gets it anew
 
 Cut leaves may be quantised from some token on (`quantised`). What is kept then has two forms, full precision up to
 there and packed behind it, and a restored row has one: its first part is packed again, which gives the same rows.
@@ -165,8 +165,8 @@ class CacheLayout:
         num_next_tokens: int,
         attempt: Attempt = lambda work: work(),
     ) -> list[Any]:
-        """The same in full precision of pieces that nobody else needs. The list is emptied, and what it alone held goes
-        layer by layer, before the next one is filled. `attempt` does the work of a layer."""
+        """The same in full precision of pieces that no other row needs. The list is emptied, and what it alone held
+        goes layer by layer, before the next one is filled. `attempt` does the work of a layer."""
         caches = self._new_caches()
         num_layers = len(pieces[0][0].leaves) if pieces else 0
         layers = [[_rows(piece, index) for piece in pieces] for index in range(num_layers)]

@@ -110,7 +110,7 @@ class SoloGenerator:
     def next(self) -> tuple[list[Any], list[Response]]:
         """The row's next token. Its first call puts the last prompt token through the model and answers nothing.
 
-        The first list is always empty: it is where `BatchGenerator` tells of prefills.
+        The first list is always empty: it is where `BatchGenerator` reports prefills.
         """
         row = self._row
         if row is None:
@@ -129,10 +129,10 @@ class SoloGenerator:
         self._row = None
         return [], [Response(row.uid, token, finish_reason, row.caches, row.tokens)]
 
-    def drawn_token(self, uid: int) -> int | None:
+    def drawn_token(self, uid: int) -> mx.array | None:
         """What the row's next step will hand out; None before its last prompt token has gone through the model."""
         row = self._row
-        return int(row.pending.item()) if row is not None and row.uid == uid and row.has_begun else None  # type: ignore[arg-type]
+        return row.pending[0] if row is not None and row.uid == uid and row.has_begun else None
 
     def extract_cache(self, uids: Sequence[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Copies of rows' caches between two steps, and the tokens that these hold."""

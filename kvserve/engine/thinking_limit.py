@@ -23,7 +23,7 @@ class ThinkingLimiter:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the end of the prompt: a row that enters its batch again tells its answer from the start."""
+        """Back to the end of the prompt: a row that enters a batch again gives its answer from the start."""
         self._is_open = self._limit.is_open
         self._num_thought = 0
         self._num_known_tokens = self._next_look = self._num_prompt_tokens

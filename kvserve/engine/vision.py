@@ -1,7 +1,7 @@
 """A decoder that sees: text goes through it as through any other, and embeddings of images where a row has some.
 
-What one pass must know beside tokens and caches (`Glance`) is shown to the model's layers for the length of that pass
-only; what a row must keep between passes travels with its caches (`RopeShift`). Nothing of a request stays on a module.
+What one pass must know beside tokens and caches (`VisionContext`) is shown to the model's layers during that pass only;
+what a row must keep between passes travels with its caches (`RopeShift`). Nothing of a request stays on a module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class VisionContext:
     """What a pass over tokens (batch, length) must know beside them.
 
     `position_ids` (3, batch, length) int32, where a token's position is not its offset; `shift` (batch,) is added to
@@ -31,19 +31,19 @@ class Glance:
 
 
 @dataclass(slots=True, eq=False)
-class Stage:
-    """Where a pass shows its glance to the hooks inside the model."""
+class CurrentPass:
+    """Where a pass shows its context to the hooks inside the model."""
 
-    glance: Glance = field(default_factory=Glance)
+    context: VisionContext = field(default_factory=VisionContext)
 
     @contextmanager
-    def showing(self, glance: Glance) -> Iterator[None]:
+    def showing(self, context: VisionContext) -> Iterator[None]:
         """For the length of one pass, while its graph is built."""
-        self.glance = glance
+        self.context = context
         try:
             yield
         finally:
-            self.glance = Glance()
+            self.context = VisionContext()
 
 
 class RopeShift:
@@ -99,32 +99,32 @@ class RopeShift:
         return 0
 
 
-class SightedDecoder(Module):
+class VisionDecoder(Module):
     """A language model that also takes embeddings, and positions where its family counts images by rows and columns.
 
     Call it like any mlx-lm model, or `look` with embeddings.
     """
 
-    def __init__(self, decoder: Any, stage: Stage, *, has_positions: bool) -> None:
+    def __init__(self, decoder: Any, current: CurrentPass, *, has_positions: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decoder = decoder
-        self.stage = stage
+        self.current = current
         self.has_positions = has_positions
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Logits (batch, length, vocabulary) of token ids (batch, length)."""
-        return self.look(inputs, cache, Glance())
+        return self.look(inputs, cache, VisionContext())
 
     def look(
-        self, inputs: mx.array, cache: list[Any] | None, glance: Glance, embeddings: mx.array | None = None
+        self, inputs: mx.array, cache: list[Any] | None, context: VisionContext, embeddings: mx.array | None = None
     ) -> mx.array:
         """The same, with `embeddings` (batch, length, width) in place of those of the ids."""
         kv = cache
         if self.has_positions and cache is not None:
             kv, shift = cache[:-1], cache[-1].array
-            if glance.position_ids is None and shift is not None:
-                glance = Glance(None, shift, glance.deepstack, glance.image_index)
-        with self.stage.showing(glance):
+            if context.position_ids is None and shift is not None:
+                context = VisionContext(None, shift, context.deepstack, context.image_index)
+        with self.current.showing(context):
             return self._run(inputs, kv, embeddings)
 
     @property
@@ -148,8 +148,8 @@ class SightedDecoder(Module):
         return logits
 
 
-class VlmDecoder(SightedDecoder):
-    """A language model of mlx-vlm, for families that mlx-lm lacks: it is told every position."""
+class VlmDecoder(VisionDecoder):
+    """A language model of mlx-vlm, for families that mlx-lm lacks: it takes every position."""
 
     def _run(self, inputs: mx.array, kv: list[Any] | None, embeddings: mx.array | None) -> mx.array:
         more: dict[str, Any] = {}
@@ -159,12 +159,12 @@ class VlmDecoder(SightedDecoder):
         return logits
 
     def _positions(self, inputs: mx.array, kv: list[Any] | None) -> mx.array:
-        glance = self.stage.glance
-        if glance.position_ids is not None:
-            return glance.position_ids
+        context = self.current.context
+        if context.position_ids is not None:
+            return context.position_ids
         num_rows, length = inputs.shape
         offset = next((cache.offset for cache in kv or () if hasattr(cache, "offset")), 0)
-        starts = mx.array(offset, dtype=mx.int32).reshape(-1) + (0 if glance.shift is None else glance.shift)
+        starts = mx.array(offset, dtype=mx.int32).reshape(-1) + (0 if context.shift is None else context.shift)
         positions = starts[:, None] + mx.arange(length, dtype=mx.int32)[None]
         return mx.broadcast_to(positions[None], (3, num_rows, length))
 
@@ -175,19 +175,19 @@ class VlmDecoder(SightedDecoder):
 class ShiftedRope(Module):
     """Rotary embedding by explicit positions where a pass has some, else the model's own by shifted offsets."""
 
-    def __init__(self, plain: Any, rotary: Any, rotate: Callable[..., Any], stage: Stage) -> None:
+    def __init__(self, plain: Any, rotary: Any, rotate: Callable[..., Any], current: CurrentPass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plain = plain
         self.rotary = rotary
         self.rotate = rotate
-        self.stage = stage
+        self.current = current
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        glance = self.stage.glance
-        if glance.position_ids is None:
-            rotated: mx.array = self.plain(x, offset=offset if glance.shift is None else offset + glance.shift)
+        context = self.current.context
+        if context.position_ids is None:
+            rotated: mx.array = self.plain(x, offset=offset if context.shift is None else offset + context.shift)
             return rotated
-        cos, sin = self.rotary(x, glance.position_ids)
+        cos, sin = self.rotary(x, context.position_ids)
         rotary = self.rotary
         rotated, _ = self.rotate(x, x, cos, sin, mrope_section=rotary.mrope_section, style=rotary.style)
         return rotated
@@ -197,7 +197,7 @@ class ShiftedRope(Module):
         width = self.plain.dims
         x = mx.cos(mx.arange(4 * width, dtype=mx.float32)).reshape(1, 1, 4, width)
         positions = mx.broadcast_to(mx.arange(5, 9, dtype=mx.int32), (3, 1, 4))
-        with self.stage.showing(Glance(position_ids=positions)):
+        with self.current.showing(VisionContext(position_ids=positions)):
             explicit = self(x)
         return float(mx.abs(explicit - self.plain(x, offset=5)).max().item())  # type: ignore[arg-type]
 
@@ -205,19 +205,19 @@ class ShiftedRope(Module):
 class DeepLayer(Module):
     """A decoder layer to whose output a pass may add what the vision tower saw at one of its depths."""
 
-    def __init__(self, layer: Any, index: int, stage: Stage) -> None:
+    def __init__(self, layer: Any, index: int, current: CurrentPass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
         self.index = index
-        self.stage = stage
+        self.current = current
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         output: mx.array = self.layer(*args, **kwargs)
-        deepstack = self.stage.glance.deepstack
+        deepstack = self.current.context.deepstack
         return output + deepstack[self.index] if self.index < len(deepstack) else output
 
 
-def masks_with_images(model: Any, stage: Stage) -> Callable[[mx.array, Sequence[Any]], list[Any]]:
+def masks_with_images(model: Any, current: CurrentPass) -> Callable[[mx.array, Sequence[Any]], list[Any]]:
     """For a model that makes its masks by `_make_masks(h, caches)`: tokens of one image see each other, later ones too.
 
     The pass holds whole images, so the part of the mask that changes is its right end.
@@ -225,7 +225,7 @@ def masks_with_images(model: Any, stage: Stage) -> Callable[[mx.array, Sequence[
     plain = model._make_masks
 
     def masks(h: mx.array, caches: Sequence[Any]) -> list[Any]:
-        index = stage.glance.image_index
+        index = current.context.image_index
         if index is None or h.shape[1] == 1:
             return list(plain(h, caches))
         same = (index[:, None] == index[None, :]) & (index[:, None] >= 0)

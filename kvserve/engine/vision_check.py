@@ -19,7 +19,7 @@ from kvserve.core import GenerationRequest, ImageInput, ImageSpan, RequestId, Sa
 from kvserve.engine.borders import described, finding
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.vision import VlmDecoder
-from kvserve.engine.vision_load import Sight, SightRule
+from kvserve.engine.vision_load import ImageRule, VisionSupport
 from kvserve.engine.vision_pass import see
 from kvserve.engine.vision_row import RowImages
 from kvserve.engine.wired import batch_generator
@@ -36,15 +36,15 @@ MIN_ERROR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class SightFound:
+class VisionFinding:
     """The rule, and what a person should know of it. `can_batch`: beside other rows its rows write what they should."""
 
-    rule: SightRule
+    rule: ImageRule
     can_batch: bool
     note: str = ""
 
 
-RULE_WORDS: dict[SightRule, str] = {
+RULE_WORDS: dict[ImageRule, str] = {
     "anywhere": "Images are taken; a prefill may pause anywhere.",
     "whole": "Images are taken; each is prefilled in one piece.",
     "alone": "Images are taken; prompts with images are computed alone and anew each time",
@@ -52,29 +52,29 @@ RULE_WORDS: dict[SightRule, str] = {
 
 
 def with_images_tried(model: LoadedModel, max_feature_bytes: int) -> LoadedModel:
-    """The model with the rule that its images need; without sight where they cannot be computed, and a note says so.
+    """The model with the rule that its images need; without vision where they cannot be computed, and a note says so.
 
     From then on its tower keeps at most `max_feature_bytes`.
     """
-    sight, support = model.sight, model.cache_support
-    if sight is None:
-        notes = (*support.notes, model.sight_note) if model.sight_note else support.notes
+    vision, support = model.vision, model.cache_support
+    if vision is None:
+        notes = (*support.notes, model.vision_note) if model.vision_note else support.notes
         return replace(model, cache_support=replace(support, notes=notes))
-    found = finding(partial(check_sight, model.module, sight, model.vocab_size))
-    sight.tower.begin(max_feature_bytes)
+    found = finding(partial(check_vision, model.module, vision, model.vocab_size))
+    vision.tower.begin(max_feature_bytes)
     if isinstance(found, Exception):
         note = f"The model sees no images, text is served: {described(found)}"
-        return replace(model, sight=None, cache_support=replace(support, notes=(*support.notes, note)))
+        return replace(model, vision=None, cache_support=replace(support, notes=(*support.notes, note)))
     support = replace(support, notes=(*support.notes, found.note), image_rule=found.rule)
     if not found.can_batch:
         support = replace(support, can_batch=False, can_keep=False)
-    return replace(model, sight=replace(sight, rule=found.rule), cache_support=support)
+    return replace(model, vision=replace(vision, rule=found.rule), cache_support=support)
 
 
-def check_sight(module: Any, sight: Sight, vocab_size: int) -> SightFound:
+def check_vision(module: Any, vision: VisionSupport, vocab_size: int) -> VisionFinding:
     """Try an image. Raises what the model raises for one that it cannot compute at all, in one pass."""
     with mx.stream(generation_stream):
-        trial = _Trial(module, sight, vocab_size)
+        trial = _Trial(module, vision, vocab_size)
         if trouble := trial.wrong_positions() or trial.wrong_answer():
             raise ValueError(trouble)
         span = trial.span
@@ -82,32 +82,32 @@ def check_sight(module: Any, sight: Sight, vocab_size: int) -> SightFound:
         if not beside <= MAX_ERROR:
             return _alone(f"pieces beside an image lead to logits that are off by {beside:.0%}")
         inside = trial.error_of((span.start, (span.start + span.end) // 2, span.end))
-        rule: SightRule = "anywhere" if inside <= max(MIN_ERROR, NOISE_FACTOR * beside) else "whole"
+        rule: ImageRule = "anywhere" if inside <= max(MIN_ERROR, NOISE_FACTOR * beside) else "whole"
         batched = trial.batch_error()
         if not batched <= max(MAX_ERROR, NOISE_FACTOR * beside):
             return _alone(f"in a batch its logits are off by {batched:.0%}")
-    return SightFound(rule, True, RULE_WORDS[rule])
+    return VisionFinding(rule, True, RULE_WORDS[rule])
 
 
-def _alone(reason: str) -> SightFound:
-    return SightFound("alone", False, f"{RULE_WORDS['alone']} ({reason}).")
+def _alone(reason: str) -> VisionFinding:
+    return VisionFinding("alone", False, f"{RULE_WORDS['alone']} ({reason}).")
 
 
 class _Trial:
     """One prompt with an image, as a single pass computes it."""
 
-    def __init__(self, module: Any, sight: Sight, vocab_size: int) -> None:
+    def __init__(self, module: Any, vision: VisionSupport, vocab_size: int) -> None:
         self._module = module
-        self._sight = sight
-        measured = sight.reader(_picture())
+        self._vision = vision
+        measured = vision.reader(_picture())
         run = measured.facts.ids
         if max(run) >= vocab_size:
             raise ValueError(f"its images have the token {max(run)}, beyond the {vocab_size} that it has logits for")
         start = NUM_TEXT_TOKENS
         text = [1 + 37 * place % min(997, vocab_size - 1) for place in range(2 * NUM_TEXT_TOKENS + NUM_GIVEN_TOKENS)]
-        text = [token if token != sight.image_token else token - 1 for token in text]
+        text = [token if token != vision.image_token else token - 1 for token in text]
         # mlx-vlm counts images by the token that opens one.
-        config = sight.language.config if module.has_positions else None
+        config = vision.language.config if module.has_positions else None
         text[start - 1] = getattr(config, "vision_start_token_id", text[start - 1])
         self.span = ImageSpan(start, start + len(run), measured.facts.digest)
         self._ids = (*text[:start], *run, *text[start : 2 * start])
@@ -126,7 +126,7 @@ class _Trial:
             return ""
         grid: Any = self._images.inputs[self.span.digest].load()["image_grid_thw"]
         ids = list(self._ids)
-        theirs, shift = self._sight.language.get_rope_index(mx.array([ids]), mx.array(grid))
+        theirs, shift = self._vision.language.get_rope_index(mx.array([ids]), mx.array(grid))
         ours = self._images.position_ids(0, len(ids))
         if not np.array_equal(np.array(theirs)[:, 0], ours) or int(shift.item()) != self._images.shifts[-1]:
             return "its positions are counted in a way that is not known here"
@@ -137,10 +137,10 @@ class _Trial:
         if not isinstance(self._module, VlmDecoder):
             return ""
         given = {name: mx.array(value) for name, value in self._image.load().items() if isinstance(value, np.ndarray)}
-        ids, language = mx.array([list(self._ids)]), self._sight.language
+        ids, language = mx.array([list(self._ids)]), self._vision.language
         pixels = given.pop("pixel_values")
         more = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
-        seen = self._sight.model.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids), **more)
+        seen = self._vision.model.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids), **more)
         told = {name: value for name, value in seen.to_dict().items() if value is not None}
         logits = language(ids, cache=self._module.make_cache()[: len(self._module.layers)], **told).logits[0, -1]
         error = _error(logits, self._whole[-1])
@@ -191,7 +191,7 @@ class _Trial:
         if images is None:
             self._module(mx.array([ids]), cache=caches)
         else:
-            see(self._module, self._sight.tower, images, ids, 0, caches)
+            see(self._module, self._vision.tower, images, ids, 0, caches)
         mx.eval([cache.state for cache in caches])
         return caches
 
@@ -207,7 +207,7 @@ class _Trial:
         found: list[mx.array] = []
         edges = [0, *cuts, len(self._ids)]
         for start, end in pairwise(edges):
-            logits = see(self._module, self._sight.tower, self._images, self._ids[start:end], start, caches)[0]
+            logits = see(self._module, self._vision.tower, self._images, self._ids[start:end], start, caches)[0]
             for place in (self.span.end - 1, len(self._ids) - 1):
                 if start <= place < end:
                     found.append(logits[place - start])

@@ -1,6 +1,6 @@
 """Loading a vision checkpoint: which half comes from where, each weight once.
 
-mlx-lm's decoder is taken where it knows the family and its positions can be told to it, because its caches are the
+mlx-lm's decoder is taken where it knows the family and its positions can be given to it, because its caches are the
 ones that batches and snapshots are made for; else mlx-vlm's. mlx-vlm's other half supplies tower and processor. It is
 loaded lazily, and what of it is not used is dropped before it is read.
 """
@@ -16,12 +16,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.engine.borders import finding
-from kvserve.engine.vision import DeepLayer, ShiftedRope, SightedDecoder, Stage, VlmDecoder, masks_with_images
+from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDecoder, VlmDecoder, masks_with_images
 from kvserve.engine.vision_reader import ImageReader
 from kvserve.engine.vision_tower import Tower, embedding_scale
 from kvserve.errors import ModelLoadError
 
-type SightRule = Literal["anywhere", "whole", "alone"]
+type ImageRule = Literal["anywhere", "whole", "alone"]
 """Where a prefill may pause: anywhere, not inside an image, or nowhere: such rows are computed by themselves, anew."""
 
 
@@ -29,7 +29,7 @@ MAX_DISAGREEMENT = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisionSupport:
     """The vision half of a model, whose own weights take `num_bytes`. `rule` is found out at load."""
 
     tower: Tower
@@ -37,7 +37,7 @@ class Sight:
     image_token: int
     model: Any
     num_bytes: int
-    rule: SightRule = "alone"
+    rule: ImageRule = "alone"
 
     @property
     def language(self) -> Any:
@@ -46,12 +46,12 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighted:
-    """A loaded vision checkpoint; `sight` is None where only its decoder can be used, and `note` says why."""
+class VisionModel:
+    """A loaded vision checkpoint; `vision` is None where only its decoder can be used, and `note` says why."""
 
     decoder: Any
     config: dict[str, Any]
-    sight: Sight | None
+    vision: VisionSupport | None
     note: str = ""
 
 
@@ -72,24 +72,24 @@ def knows_family(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def load_sighted(folder: Path, config: dict[str, Any]) -> Sighted:
+def load_vision(folder: Path, config: dict[str, Any]) -> VisionModel:
     """Load decoder and tower. Raises what the loaders raise for a decoder that neither of them can load."""
     found = finding(partial(_load_lazily, folder))
     if isinstance(found, Exception):
         decoder, config = load_model(folder, lazy=False)
-        return Sighted(decoder, config, None, _no_images(found))
-    (seeing, rotary), stage = found, Stage()
+        return VisionModel(decoder, config, None, _no_images(found))
+    (seeing, rotary), current = found, CurrentPass()
     has_positions = hasattr(seeing.language_model, "get_rope_index")
     if not _is_for_mlx_lm(config) or (has_positions and rotary is None):
         mx.eval(seeing.parameters())
-        seeing_decoder: SightedDecoder = VlmDecoder(seeing.language_model, stage, has_positions=has_positions)
-        return _with_sight(folder, config, seeing, seeing_decoder, instead=seeing_decoder)
+        seeing_decoder: VisionDecoder = VlmDecoder(seeing.language_model, current, has_positions=has_positions)
+        return _with_vision(folder, config, seeing, seeing_decoder, instead=seeing_decoder)
     decoder, config = load_model(folder, lazy=False)
-    seeing_decoder = SightedDecoder(decoder, stage, has_positions=has_positions)
-    error = finding(partial(_join, seeing, decoder, rotary, stage, config))
+    seeing_decoder = VisionDecoder(decoder, current, has_positions=has_positions)
+    error = finding(partial(_join, seeing, decoder, rotary, current, config))
     if error is not None:
-        return Sighted(decoder, config, None, _no_images(error))
-    return _with_sight(folder, config, seeing, seeing_decoder, instead=decoder)
+        return VisionModel(decoder, config, None, _no_images(error))
+    return _with_vision(folder, config, seeing, seeing_decoder, instead=decoder)
 
 
 def _is_for_mlx_lm(config: dict[str, Any]) -> bool:
@@ -100,12 +100,14 @@ def _is_for_mlx_lm(config: dict[str, Any]) -> bool:
     return True
 
 
-def _with_sight(folder: Path, config: dict[str, Any], seeing: Any, decoder: SightedDecoder, instead: Any) -> Sighted:
-    """The checkpoint with its sight, or `instead` of its decoder where there can be none."""
-    sight = finding(partial(_sight, folder, seeing, decoder))
-    if isinstance(sight, Exception):
-        return Sighted(instead, config, None, _no_images(sight))
-    return Sighted(decoder, config, sight)
+def _with_vision(
+    folder: Path, config: dict[str, Any], seeing: Any, decoder: VisionDecoder, instead: Any
+) -> VisionModel:
+    """The checkpoint with its vision, or `instead` of its decoder where there can be none."""
+    vision = finding(partial(_vision, folder, seeing, decoder))
+    if isinstance(vision, Exception):
+        return VisionModel(instead, config, None, _no_images(vision))
+    return VisionModel(decoder, config, vision)
 
 
 def _no_images(error: Exception) -> str:
@@ -133,10 +135,10 @@ def _rotary(language: Any) -> Any:
     return None
 
 
-def _join(seeing: Any, decoder: Any, rotary: Any, stage: Stage, config: Mapping[str, Any]) -> None:
+def _join(seeing: Any, decoder: Any, rotary: Any, current: CurrentPass, config: Mapping[str, Any]) -> None:
     """Let mlx-lm's decoder see what mlx-vlm's half shows it. Raises for a decoder of another build than those known
     here."""
-    _hook(decoder, rotary, stage, config, num_deep_layers=_num_deep_layers(seeing))
+    _hook(decoder, rotary, current, config, num_deep_layers=_num_deep_layers(seeing))
     _share_decoder(seeing.language_model, decoder)
     mx.eval(seeing.parameters())
 
@@ -162,8 +164,8 @@ def _num_deep_layers(seeing: Any) -> int:
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def _hook(decoder: Any, rotary: Any, stage: Stage, config: Mapping[str, Any], *, num_deep_layers: int) -> None:
-    """Let the passes of an mlx-lm model see what is shown on the stage."""
+def _hook(decoder: Any, rotary: Any, current: CurrentPass, config: Mapping[str, Any], *, num_deep_layers: int) -> None:
+    """Let the passes of an mlx-lm model see what the current pass shows."""
     inner = _inner(decoder)
     if rotary is not None:
         from mlx_vlm.models.rope_utils import apply_multimodal_rotary_pos_emb
@@ -171,19 +173,19 @@ def _hook(decoder: Any, rotary: Any, stage: Stage, config: Mapping[str, Any], *,
         for layer in inner.layers:
             attention = getattr(layer, "self_attn", None)
             if attention is not None and hasattr(attention, "rope"):
-                attention.rope = ShiftedRope(attention.rope, rotary, apply_multimodal_rotary_pos_emb, stage)
+                attention.rope = ShiftedRope(attention.rope, rotary, apply_multimodal_rotary_pos_emb, current)
                 if not attention.rope.disagreement() <= MAX_DISAGREEMENT:
                     raise ModelLoadError("mlx-lm's decoder and mlx-vlm's turn positions into other angles")
     for index in range(num_deep_layers):
-        inner.layers[index] = DeepLayer(inner.layers[index], index, stage)
+        inner.layers[index] = DeepLayer(inner.layers[index], index, current)
     text = config.get("text_config")
     if isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision":
         if not hasattr(inner, "_make_masks"):
             raise ModelLoadError("Its images see themselves in both directions, which mlx-lm's decoder cannot do.")
-        inner._make_masks = masks_with_images(inner, stage)
+        inner._make_masks = masks_with_images(inner, current)
 
 
-def _sight(folder: Path, seeing: Any, decoder: SightedDecoder) -> Sight:
+def _vision(folder: Path, seeing: Any, decoder: VisionDecoder) -> VisionSupport:
     from mlx_vlm.utils import load_processor
 
     image_token = _media_token(seeing.config, "image")
@@ -195,7 +197,7 @@ def _sight(folder: Path, seeing: Any, decoder: SightedDecoder) -> Sight:
     reader = ImageReader(processor, folder, image_token, merge, others)
     scale = embedding_scale(lambda ids: seeing.get_input_embeddings(ids, None).inputs_embeds, decoder.embed)
     tower = Tower(seeing, image_token, _known_scale(scale, seeing))
-    return Sight(tower, reader, image_token, seeing, _num_bytes(seeing) - _num_bytes(seeing.language_model))
+    return VisionSupport(tower, reader, image_token, seeing, _num_bytes(seeing) - _num_bytes(seeing.language_model))
 
 
 def _num_bytes(module: Any) -> int:

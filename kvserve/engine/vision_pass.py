@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from kvserve.core import ImageSpan
-from kvserve.engine.vision import Glance, SightedDecoder
+from kvserve.engine.vision import VisionContext, VisionDecoder
 from kvserve.engine.vision_row import RowImages, image_index
 from kvserve.engine.vision_tower import Features, Tower
 
 
 def see(
-    decoder: SightedDecoder, tower: Tower, images: RowImages, ids: Sequence[int], start: int, caches: list[Any]
+    decoder: VisionDecoder, tower: Tower, images: RowImages, ids: Sequence[int], start: int, caches: list[Any]
 ) -> mx.array:
     """Put the tokens `ids`, which stand from `start` on, through the decoder: logits (1, length, vocabulary), lazy.
 
@@ -26,22 +26,22 @@ def see(
     touched = images.within(start, end)
     place(decoder, images, end, caches)
     if not touched:
-        return decoder.look(mx.array(list(ids))[None], caches, Glance())
+        return decoder.look(mx.array(list(ids))[None], caches, VisionContext())
     found = [(span, tower.features(images.inputs[span.digest], images.partition)) for _, span in touched]
     # Image tokens need not be in the vocabulary, and models with embeddings per layer take the first one's for them.
     places = image_index(touched, start, end)
     text = mx.array([0 if place >= 0 else token for token, place in zip(ids, places.tolist(), strict=True)])[None]
     embedded = decoder.embed(text)
     pieces = _spliced(embedded, [(span, features.rows) for span, features in found], start)
-    glance = Glance(
+    context = VisionContext(
         position_ids=mx.array(images.position_ids(start, end))[:, None] if decoder.has_positions else None,
         deepstack=_deepstack(embedded, found, start),
         image_index=mx.array(places),
     )
-    return decoder.look(text, caches, glance, pieces)
+    return decoder.look(text, caches, context, pieces)
 
 
-def place(decoder: SightedDecoder, images: RowImages, offset: int, caches: list[Any]) -> None:
+def place(decoder: VisionDecoder, images: RowImages, offset: int, caches: list[Any]) -> None:
     """Tell a row's caches how far positions are from offsets for text at `offset`."""
     if decoder.has_positions:
         caches[-1].rows = [images.shift_at(offset)]

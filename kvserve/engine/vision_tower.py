@@ -1,6 +1,7 @@
 """What the vision tower made of images, by digest, within a number of bytes: it looks at each image once.
 
-Features stand in a row's embeddings; they are as the decoder takes them. Everything here belongs to the engine thread.
+Features take the places of an image's tokens in a row's embeddings, in the form that the decoder takes. Everything here
+belongs to the engine thread.
 """
 
 import inspect
@@ -24,7 +25,7 @@ HEEDED = {
     "deepstack_visual_embeds",
     "per_layer_inputs",
 }
-"""What a decoder is told of an image here, or computes itself."""
+"""What a decoder gets of an image here, or computes itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Computes the KV of prefixes while no request runs or waits, one short chunk at a time.
 
-    waiting -> restored from RAM and disk -> prefilled -> kept in the tree        nobody hears of it but its handle
-        ^-------- a request came: what was computed is kept, the rest goes on later
+    waiting -> restored from RAM and disk -> prefilled -> kept in the tree        only its handle hears of it
+        ^-------- a request came: what was computed is kept, the rest is computed later
 
 Everything here belongs to the engine thread.
 """
@@ -18,15 +18,22 @@ from kvserve.cache.checkpoints import Stop
 from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described
-from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.courier import Delivery
-from kvserve.engine.disk_cache import Hold
+from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation, Row
-from kvserve.engine.time_share import TimeShare
-from kvserve.engine.warming import Warming, WarmKind, WarmReport, WarmResult, WarmSettings, WarmState
+from kvserve.engine.rows import RequestHandle, Row
+from kvserve.engine.token_dispatcher import Delivery
+from kvserve.engine.warming import (
+    TimeShare,
+    Warming,
+    WarmKind,
+    WarmReport,
+    WarmResult,
+    WarmSettings,
+    WarmState,
+)
 
 MAX_JOBS = 64
 DISK_WAIT_SECONDS = 0.02
@@ -52,13 +59,13 @@ class _Task:
 
 
 @dataclass(slots=True, eq=False)
-class _Stint:
+class _ActiveTask:
     """A task that is worked on: until it is put down it holds KV as a row would. `[counted, num_done)` of its prefill
-    was computed and not told yet."""
+    was computed and not counted yet."""
 
     task: _Task
     row: Row
-    hold: Hold
+    pinned: PinnedPrefix
     prefill: Prefill | None = None
     end: int = 0
     counted: int = 0
@@ -85,7 +92,7 @@ class Warmer:
         self._clock = clock
         self._share = TimeShare(settings.time_share, clock)
         self._waiting: list[_Task] = []
-        self._stint: _Stint | None = None
+        self._active: _ActiveTask | None = None
         self._quiet_until = 0.0
         self._ended: dict[WarmState, int] = {"done": 0, "dropped": 0, "failed": 0}
         self._seconds = 0.0
@@ -104,7 +111,7 @@ class Warmer:
         if task.has_failed:
             return
         self._waiting.append(task)
-        if self._stint is not None and RANKS[warming.job.kind] < RANKS[self._stint.task.warming.job.kind]:
+        if self._active is not None and RANKS[warming.job.kind] < RANKS[self._active.task.warming.job.kind]:
             self.pause()
         if len(self._waiting) > MAX_JOBS:
             oldest = max(self._waiting, key=lambda each: RANKS[each.warming.job.kind])  # of equals the first
@@ -112,17 +119,17 @@ class Warmer:
             self._end(oldest, "dropped", "full")
 
     def note_busy(self) -> None:
-        """Rows compute."""
+        """Note that rows compute."""
         self._quiet_until = self._clock() + self._settings.grace_seconds
 
     def pause(self) -> None:
-        """A row comes: what was computed so far goes into the tree, and nothing is held any more."""
-        if (stint := self._stint) is None:
+        """Keep what was computed so far and let go of everything: a row comes."""
+        if (active := self._active) is None:
             return
-        with self._job_fails_alone(stint.task):
-            self._put_down(stint)
-        if not stint.task.has_failed:
-            self._waiting.insert(0, stint.task)
+        with self._job_fails_alone(active.task):
+            self._put_down(active)
+        if not active.task.has_failed:
+            self._waiting.insert(0, active.task)
 
     def drop_all(self, reason: str) -> None:
         """End every job; what was computed and can be kept is kept."""
@@ -132,54 +139,54 @@ class Warmer:
             self._end(task, "dropped", reason)
 
     def forget(self, is_forgotten: Callable[[str], bool]) -> None:
-        """End the jobs of these owners, and those of nobody who is known; what was computed for them goes."""
+        """End the jobs of these owners, and those without a known owner; what was computed for them is forgotten."""
         self.pause()
         for task in [task for task in self._waiting if not (owner := task.warming.job.owner) or is_forgotten(owner)]:
             self._waiting.remove(task)
             self._end(task, "dropped", "forgotten")
 
     def step(self) -> bool:
-        """One short piece of work, where there is any to be done now. Whether there was."""
+        """Do one short piece of work, where there is any to be done now. Whether there was."""
         if self._clock() < self._quiet_until:
             return False
         self._drop_cancelled()
-        if self._stint is None:
+        if self._active is None:
             self._begin_next()
-        if (stint := self._stint) is None:
+        if (active := self._active) is None:
             return False
         started = self._clock()
-        with self._job_fails_alone(stint.task):
-            is_over = self._advance(stint)
-            self._account(stint.task, self._clock() - started)
+        with self._job_fails_alone(active.task):
+            is_over = self._advance(active)
+            self._account(active.task, self._clock() - started)
             if is_over:
-                self._finish(stint)
-        if stint.task.has_failed:
-            self._let_go(stint)
-        if self._stint is stint and not self._is_due(stint.task):
+                self._finish(active)
+        if active.task.has_failed:
+            self._let_go(active)
+        if self._active is active and not self._is_due(active.task):
             self.pause()
         return True
 
     def seconds_until_due(self) -> float | None:
         """How long an idle engine may sleep before it looks again; None: as long as it likes."""
-        tasks = [self._stint.task] if self._stint is not None else self._waiting
+        tasks = [self._active.task] if self._active is not None else self._waiting
         waits = [self._share.seconds_until_due() if _is_own_idea(task) else 0.0 for task in tasks]
         return max(min(waits), self._quiet_until - self._clock(), 0.0) if waits else None
 
     def live_bytes(self) -> float:
         """What the prefix that is computed now holds."""
-        if self._stint is None or self._stint.prefill is None:
+        if self._active is None or self._active.prefill is None:
             return 0.0
-        return self._model.sizes.peak(self._stint.row.num_tokens)
+        return self._model.sizes.peak(self._active.row.num_tokens)
 
     def look(self) -> None:
         """See whether what was warmed is still there."""
         self._cache.warmed.look()
 
     def report(self) -> WarmReport:
-        """What became of the jobs; what has left meanwhile is looked for while nobody waits for a token."""
+        """What became of the jobs. While no client waits for a token it is checked what was evicted meanwhile."""
         if self._clock() >= self._quiet_until:
             self.look()
-        num_waiting = len(self._waiting) + (self._stint is not None)
+        num_waiting = len(self._waiting) + (self._active is not None)
         ended = self._ended
         return WarmReport(
             self._cache.warmed.totals(), num_waiting, ended["done"], ended["dropped"], ended["failed"], self._seconds
@@ -199,11 +206,11 @@ class Warmer:
         return "budget" if not self._share.is_open and warming.job.kind != "prewarm" else None
 
     def _replace(self, task: _Task) -> None:
-        """A later job takes the place of an earlier one for the same next request."""
+        """Let a job take the place of an earlier one for the same next request."""
         key = task.warming.job.key
         if key is None:
             return
-        if self._stint is not None and self._stint.task.warming.job.key == key:
+        if self._active is not None and self._active.task.warming.job.key == key:
             self.pause()
         for old in [old for old in self._waiting if old.warming.job.key == key]:
             self._waiting.remove(old)
@@ -213,7 +220,7 @@ class Warmer:
         self._cache.warmed.replace(key, run, chain.extended(run))
 
     def _drop_cancelled(self) -> None:
-        if self._stint is not None and self._stint.task.warming.is_cancelled:
+        if self._active is not None and self._active.task.warming.is_cancelled:
             self.pause()
         for task in [task for task in self._waiting if task.warming.is_cancelled]:
             self._waiting.remove(task)
@@ -228,17 +235,17 @@ class Warmer:
         of_rank = [task for task in due if RANKS[task.warming.job.kind] == rank]
         task = of_rank[-1] if rank == RANKS["next_turn"] else of_rank[0]
         self._waiting.remove(task)
-        row = Row(Generation(task.warming.job.as_request(), _to_nobody), _nothing)
+        row = Row(RequestHandle(task.warming.job.as_request(), _to_nobody), _nothing)
         room_bytes = self._room_bytes(row) if _is_own_idea(task) else math.inf
         if room_bytes <= 0:
             self._end(task, "dropped", NO_ROOM)
             return
         with self._job_fails_alone(task):
-            self._stint = _Stint(task, row, self._cache.hold(row, room_bytes, is_guess=_is_own_idea(task)))
+            self._active = _ActiveTask(task, row, self._cache.pin(row, room_bytes, is_guess=_is_own_idea(task)))
 
     def _room_bytes(self, row: Row) -> float:
-        """How much the disk may bring back for a guess; 0 where it cannot be kept without something leaving for it that
-        somebody used: its live row and all that RAM has not must fit beside what there is."""
+        """How much the disk may bring back for a guess; 0 where KV that a request used would be evicted for it: its
+        live row and all that RAM has not must fit beside what there is."""
         sizes, room = self._model.sizes, self._cache.kv_room.left()
         live_bytes = self._budget.peak_bytes(row.num_tokens)
         num_known = self._cache.kept_tokens(row.request.prompt, [row.request.partition])[0]
@@ -250,46 +257,46 @@ class Warmer:
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def _advance(self, stint: _Stint) -> bool:
+    def _advance(self, active: _ActiveTask) -> bool:
         """Wait for the disk, enter, or compute a chunk. Whether all is there then."""
-        if (prefill := stint.prefill) is None:
-            if self._cache.is_restoring(stint.hold):
+        if (prefill := active.prefill) is None:
+            if self._cache.is_restoring(active.pinned):
                 self._cache.await_disk(DISK_WAIT_SECONDS)
                 return False
-            prefill = stint.prefill = self._entered(stint)
-        elif prefill.num_done < stint.end:
+            prefill = active.prefill = self._entered(active)
+        elif prefill.num_done < active.end:
             num_tokens = prefill.step(self._model, self._chunk_length, self._settings.chunk_seconds)
-            stint.task.num_computed_tokens += num_tokens
+            active.task.num_computed_tokens += num_tokens
             self._cache.measured_prefill(self._chunk_length.tokens_per_second)
-            if prefill.tenancy.may_evict or self._has_room_to_stop(stint, prefill):
-                self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
-        return prefill.num_done >= stint.end
+            if prefill.cache_lease.may_evict or self._has_room_to_stop(active, prefill):
+                self._cache.keep(prefill.cache_lease, prefill.caches, prefill.num_done)
+        return prefill.num_done >= active.end
 
-    def _has_room_to_stop(self, stint: _Stint, prefill: Prefill) -> bool:
+    def _has_room_to_stop(self, active: _ActiveTask, prefill: Prefill) -> bool:
         """Whether a guess that keeps its state here can keep its end too."""
         sizes = self._model.sizes
-        num_bytes = sizes.kept(prefill.tenancy.lease.num_tokens, stint.end) + sizes.fixed
+        num_bytes = sizes.kept(prefill.cache_lease.lease.num_tokens, active.end) + sizes.fixed
         return self._cache.kv_room.left().fits(num_bytes, 2 * sizes.fixed)
 
-    def _entered(self, stint: _Stint) -> Prefill:
-        images = self._model.images(stint.row.request)
-        may_evict = not _is_own_idea(stint.task)
+    def _entered(self, active: _ActiveTask) -> Prefill:
+        images = self._model.images(active.row.request)
+        may_evict = not _is_own_idea(active.task)
         if may_evict:
-            self._cache.make_room(self._budget.peak_bytes(stint.row.num_tokens))
-        tenancy, caches, num_done = self._cache.enter(stint.row, is_ahead=True, is_guess=not may_evict)
-        tenancy.may_evict = may_evict
-        self._cache.let_go(stint.hold)
-        stint.counted = num_done
-        task = stint.task
+            self._cache.make_room(self._budget.peak_bytes(active.row.num_tokens))
+        cache_lease, caches, num_done = self._cache.enter(active.row, is_ahead=True, is_guess=not may_evict)
+        cache_lease.may_evict = may_evict
+        self._cache.let_go(active.pinned)
+        active.counted = num_done
+        task = active.task
         if task.num_cached_tokens is None:
             task.num_cached_tokens = num_done
         most = self._most_tokens(task) - task.num_computed_tokens
-        stint.end = min(len(task.warming.job.tokens), num_done + max(0, most))
-        if (image := image_around(task.warming.job.tokens.images, stint.end)) is not None:
-            stint.end = image.end
-        if tenancy.stop_at(stint.end) is None:
-            tenancy.stops = sorted([*tenancy.stops, Stop(stint.end, "stride")], key=lambda stop: stop.offset)
-        return Prefill(stint.row, tenancy, caches, num_done, images=images)
+        active.end = min(len(task.warming.job.tokens), num_done + max(0, most))
+        if (image := image_around(task.warming.job.tokens.images, active.end)) is not None:
+            active.end = image.end
+        if cache_lease.stop_at(active.end) is None:
+            cache_lease.add_stop(Stop(active.end, "stride"))
+        return Prefill(active.row, cache_lease, caches, num_done, images=images)
 
     def _most_tokens(self, task: _Task) -> int:
         job = task.warming.job
@@ -297,14 +304,14 @@ class Warmer:
             return job.max_tokens
         return self._settings.max_tokens if _is_own_idea(task) else len(job.tokens)
 
-    def _finish(self, stint: _Stint) -> None:
-        self._put_down(stint)
-        if stint.row.num_tokens >= LONG_PREFIX_TOKENS:
+    def _finish(self, active: _ActiveTask) -> None:
+        self._put_down(active)
+        if active.row.num_tokens >= LONG_PREFIX_TOKENS:
             mx.clear_cache()
-        is_kept = stint.prefill is None or stint.prefill.tenancy.lease.num_tokens >= stint.end
-        is_whole = stint.end >= len(stint.task.warming.job.tokens)
+        is_kept = active.prefill is None or active.prefill.cache_lease.lease.num_tokens >= active.end
+        is_whole = active.end >= len(active.task.warming.job.tokens)
         reason = ("" if is_whole else "budget") if is_kept else NO_ROOM
-        self._end(stint.task, "dropped" if reason else "done", reason)
+        self._end(active.task, "dropped" if reason else "done", reason)
 
     @contextmanager
     def _job_fails_alone(self, task: _Task) -> Iterator[None]:
@@ -315,33 +322,33 @@ class Warmer:
             task.has_failed = True
             self._end(task, "failed", described(error))
 
-    def _let_go(self, stint: _Stint) -> None:
+    def _let_go(self, active: _ActiveTask) -> None:
         """Of a job that has failed: leave what was kept before, and nothing else."""
-        self._stint = None
-        self._cache.let_go(stint.hold)
-        if stint.prefill is not None:
-            self._cache.leave(stint.prefill.tenancy)
+        self._active = None
+        self._cache.let_go(active.pinned)
+        if active.prefill is not None:
+            self._cache.leave(active.prefill.cache_lease)
 
-    def _put_down(self, stint: _Stint) -> None:
+    def _put_down(self, active: _ActiveTask) -> None:
         """Take in all that was computed and let everything go. Raises what keeping it raises."""
-        self._stint = None
-        self._cache.let_go(stint.hold)
-        if (prefill := stint.prefill) is None:
+        self._active = None
+        self._cache.let_go(active.pinned)
+        if (prefill := active.prefill) is None:
             return
         try:
-            if prefill.num_done > stint.counted:
-                self._cache.extend(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
-                self._count_warmed(stint, prefill.tenancy)
+            if prefill.num_done > active.counted:
+                self._cache.extend(prefill.cache_lease, prefill.caches, prefill.tokens[: prefill.num_done])
+                self._count_warmed(active, prefill.cache_lease)
         finally:
-            self._cache.leave(prefill.tenancy)
+            self._cache.leave(prefill.cache_lease)
 
     # --- accounts -----------------------------------------------------------------------------------------------------
 
-    def _count_warmed(self, stint: _Stint, tenancy: Tenancy) -> None:
+    def _count_warmed(self, active: _ActiveTask, cache_lease: CacheLease) -> None:
         """What is kept now and was not there before."""
-        prompt, job, lease = stint.row.request.prompt, stint.task.warming.job, tenancy.lease
+        prompt, job, lease = active.row.request.prompt, active.task.warming.job, cache_lease.lease
         end = lease.num_tokens
-        self._cache.warmed.add(prompt, tenancy.prompt, lease.chain, stint.counted, end, job.key, job.owner)
+        self._cache.warmed.add(prompt, cache_lease.prompt, lease.chain, active.counted, end, job.key, job.owner)
 
     def _account(self, task: _Task, seconds: float) -> None:
         task.seconds += seconds
@@ -361,8 +368,8 @@ def _is_own_idea(task: _Task) -> bool:
 
 
 def _to_nobody(deliver: Delivery, *, may_wait: bool) -> None:
-    """What a row of nobody's has to say."""
+    """A row that no client asked for has no reader."""
 
 
 def _nothing() -> None:
-    """Nobody counts these rows."""
+    """Rows that no client asked for are not counted."""

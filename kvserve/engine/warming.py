@@ -1,8 +1,10 @@
-"""What is asked of an idle engine: to have the KV of a prefix before a request needs it. Nouns, and the handle through
-which other threads follow a job; how it is computed is `warmer.py`'s.
+"""What an idle engine is asked to do: compute the KV of a prefix before a request needs it. Nouns, the account of the
+time that may go into it, and the handle through which other threads follow a job; `warmer.py` computes it.
 """
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +17,9 @@ expects a session to go on with it."""
 
 type WarmState = Literal["done", "dropped", "failed"]
 
+WINDOW_SECONDS = 600.0
+"""What was not spent is saved up for so long: an engine that was idle all night does not compute all morning."""
+
 ANY_TOKEN = 0
 """Stands behind a prefix in place of what will come: the last token of a prompt is never prefilled."""
 
@@ -24,7 +29,7 @@ class WarmSettings:
     """What the operator decides: the most tokens that one job computes, and the share of the time that may go into what
     no client asked for (0: none of it).
 
-    An engine is idle for `grace_seconds` before it begins: a client that goes on at once meets no chunk of ours. A
+    An engine is idle for `grace_seconds` before it begins: a client that continues at once meets no chunk of ours. A
     chunk takes about `chunk_seconds`: so long may a request have to wait for it.
     """
 
@@ -32,6 +37,38 @@ class WarmSettings:
     time_share: float = 0.5
     grace_seconds: float = 0.15
     chunk_seconds: float = 0.2
+
+
+class TimeShare:
+    """Seconds for work that no client asked for: they come in at a rate and are spent. The account begins full, as
+    there is most to do at the start, and may be overdrawn by one piece of work."""
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share` of each second comes in, between 0 and 1."""
+        self._share = share
+        self._clock = clock
+        self._seconds = share * WINDOW_SECONDS
+        self._filled_at = clock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything can ever be spent."""
+        return self._share > 0
+
+    def spend(self, seconds: float) -> None:
+        """Take so many seconds from the account."""
+        self._fill()
+        self._seconds -= seconds
+
+    def seconds_until_due(self) -> float:
+        """How long to wait until there is something to spend; 0: there is."""
+        self._fill()
+        return 0.0 if self._seconds > 0 else -self._seconds / self._share if self._share else float("inf")
+
+    def _fill(self) -> None:
+        now = self._clock()
+        self._seconds = min(self._seconds + (now - self._filled_at) * self._share, self._share * WINDOW_SECONDS)
+        self._filled_at = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +147,11 @@ class Warming:
         return self._result
 
     def cancel(self) -> None:
-        """Nobody wants it any more: it ends before its next chunk, and what was computed stays. Idempotent."""
+        """End the job before its next chunk; what was computed stays. Idempotent."""
         self._cancelled.set()
 
     def end(self, result: WarmResult) -> None:
-        """Called once, by the engine thread or by whoever refuses the job. What was needed of images is let go of:
+        """Called once, by the engine thread or where the job is refused. What was needed of images is let go of:
         the handle may be kept for long."""
         self.job = replace(self.job, images=())
         self._result = result

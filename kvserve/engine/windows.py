@@ -15,7 +15,7 @@ from kvserve.engine.snapshot import TOKEN_AXIS, StateSnapshot
 
 
 class PartsApart(ValueError):
-    """A part that does not go on where its base ends."""
+    """A part that does not begin where its base ends."""
 
 
 def since(state: StateSnapshot, num_tokens: int) -> StateSnapshot | None:

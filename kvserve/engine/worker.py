@@ -1,115 +1,49 @@
-"""The engine thread: it loads and owns the model and keeps the scheduler going, whatever a request does to it.
+"""The engine thread: it owns the model and keeps the scheduler going, whatever a request does to it.
 
 Web threads put requests in and take events out; they never touch an array.
 """
 
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
-from kvserve.engine.admission import Budget
+from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.borders import described, engine_outlives
-from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
+from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.courier import Courier
 from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
-from kvserve.engine.fingerprint import kv_fingerprint
-from kvserve.engine.first_tokens import draw_two_tokens
-from kvserve.engine.logprobs import LogprobReader
-from kvserve.engine.memory import Account, Memory, MemoryReport
-from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, overdrawn, plan_memory
-from kvserve.engine.model import CacheSupport, LoadedModel, load
-from kvserve.engine.model_digest import DigestStatus, ModelDigest
-from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.quantised import FULL_PRECISION, KvSettings
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
+from kvserve.engine.engine_start import EngineCall, EngineStart
+from kvserve.engine.logprob_reader import LogprobReader
+from kvserve.engine.memory import Account
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.model_digest import ModelDigest
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.self_check import check_caches
 from kvserve.engine.thinking_limit import ThinkingLimiter
-from kvserve.engine.vision_check import with_images_tried
+from kvserve.engine.token_dispatcher import TokenDispatcher
 from kvserve.engine.vision_tower import ImageReport
-from kvserve.engine.warming import Warming, WarmJob, WarmSettings
-from kvserve.engine.wired import WiredLimit, wired_bytes
+from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
 
-ERRAND_TIMEOUT_SECONDS = 30.0
+CALL_TIMEOUT_SECONDS = 30.0
 DIGEST_STOP_SECONDS = 2.0
 FLUSH_SECONDS = 20.0
 """How long the end of the process may wait for KV that is on its way to the disk."""
 
 TELL_SECONDS = 0.25
-"""How often whoever waits for that is told how far it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
-    `wired_bytes`: 0 wires nothing, None what weights and KV take."""
-
-    max_kv_size: int
-    max_concurrent_requests: int
-    max_queued_requests: int
-    max_batch_bytes: int | None
-    prefill_step_size: int
-    watchdog_seconds: float
-    stream_share: float
-    default_sampling: SamplingParams
-    cache: CacheSettings
-    kv: KvSettings = FULL_PRECISION
-    disk: DiskSettings | None = None
-    idle_sweep_seconds: float = 30.0
-    image_feature_bytes: int | None = None
-    records_bytes: int | None = None
-    wired_bytes: int | None = 0
-    warming: WarmSettings = WarmSettings()
-
-    def wanted_memory(self) -> WantedMemory:
-        """Which budgets are not left to the machine."""
-        return WantedMemory(
-            kv_bytes=self.cache.max_bytes,
-            batch_bytes=self.max_batch_bytes,
-            records_bytes=self.records_bytes,
-            image_feature_bytes=self.image_feature_bytes,
-            write_queue_bytes=self.disk.max_queued_bytes if self.disk is not None else None,
-            read_ahead_bytes=self.disk.max_read_ahead_bytes if self.disk is not None else None,
-        )
-
-
-type Errand = Callable[[Scheduler | None], None]
-"""Something that another thread wants done on the engine thread; None means that it will not be done any more."""
-
-type EngineState = Literal["loading", "ready", "failed", "stopped"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use, of KV that is kept in RAM and on disk, and
-    what the loaded model's caches allow."""
-
-    state: EngineState
-    num_waiting: int
-    num_prefilling: int
-    num_decoding: int
-    active_memory_bytes: int
-    cache_support: CacheSupport | None
-    held_bytes: tuple[int, int] = (0, 0)
-    digest: DigestStatus = DigestStatus()
-    memory: MemoryReport | None = None
+"""How often the waiting caller hears how far that is."""
 
 
 class Engine:
@@ -130,7 +64,7 @@ class Engine:
         self._settings = settings
         self._grammar_tokenizer = grammar_tokenizer
         self._report = report
-        self._inbox: queue.SimpleQueue[Row | Errand | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Row | EngineCall | None] = queue.SimpleQueue()
         self._num_open = 0
         self._lock = threading.Lock()
         self._loaded = threading.Event()
@@ -141,21 +75,20 @@ class Engine:
         self._load_error: ModelLoadError | None = None
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
-        self._courier = Courier()
-        self._memory: Memory | None = None
-        self._outside: dict[Account, Callable[[], int]] = {}
-        self._wired = WiredLimit()
-        self._found_cache_limit: int | None = None
+        self._dispatcher = TokenDispatcher()
         outlives = (disk := settings.disk) is not None and not disk.is_ephemeral
         memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
         self.digest = ModelDigest(folder, memory, report, note)
+        self._start = EngineStart(
+            folder, settings, self.digest, send_tokens=self._dispatcher.send, put=self._put, report=report
+        )
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start loading; `wait_until_ready` tells how it went."""
-        self._courier.start()
+        self._dispatcher.start()
         self._thread.start()
 
     def wait_until_ready(self, timeout_seconds: float | None = None) -> LoadedModel:
@@ -184,14 +117,14 @@ class Engine:
             cache_support=model.cache_support if (model := self._model) is not None else None,
             held_bytes=scheduler.cache.held_bytes() if scheduler else (0, 0),
             digest=self.digest.status,
-            memory=memory.report() if (memory := self._memory) is not None else None,
+            memory=memory.report() if (memory := self._start.ledger) is not None else None,
         )
 
     def count(self, account: Account, read: Callable[[], int]) -> None:
-        """Have what somebody else holds for this model in its ledger. Before `start`."""
-        self._outside[account] = read
+        """Count in this model's ledger what another part of the server holds for it. Before `start`."""
+        self._start.outside[account] = read
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue a request; computes nothing.
 
         Raises ContextOverflow, BadRequest (logit_bias, a begun answer), MemoryExhausted, QueueFull, NotReady, or
@@ -206,20 +139,19 @@ class Engine:
             if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
                 raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
             self._num_open += 1
-        generation = Generation(request, self._courier.carry)
+        handle = RequestHandle(request, self._dispatcher.dispatch)
         try:
-            self._put(
-                Row(generation, self._row_ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs)
-            )
+            self._put(Row(handle, self._row_ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs))
         except NotReady:
             self._row_ended()
             raise
-        return generation
+        return handle
 
     def _constraints(
         self, request: GenerationRequest, model: LoadedModel
     ) -> tuple[GrammarProcessor | ThinkingLimiter, ...]:
-        """What keeps the row in its form. The limit comes last: it forces nothing that the grammar does not allow."""
+        """The processors that keep a row in its form. The limit comes last: it forces nothing that the grammar
+        forbids."""
         constraints: list[GrammarProcessor | ThinkingLimiter] = []
         if request.grammar is not None:
             tokenizer = self._grammar_tokenizer(model.vocab_size)
@@ -229,7 +161,7 @@ class Engine:
         return tuple(constraints)
 
     def warm(self, job: WarmJob) -> Warming:
-        """Have this prefix's KV computed once nobody waits for anything; neither waits nor raises."""
+        """Have this prefix's KV computed while the engine is idle; neither waits nor raises."""
         warming = Warming(job)
         try:
             self.wait_until_ready(0)
@@ -251,7 +183,7 @@ class Engine:
         self._ask(lambda scheduler: scheduler.cache.discard(tokens, is_owner))
 
     def clear_cache(self) -> None:
-        """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""
+        """Forget everything that is kept, on disk too; running rows continue. Raises NotReady."""
         self._ask(lambda scheduler: scheduler.clear())
 
     def forget(self, owners: Callable[[str], bool]) -> ForgottenKv:
@@ -267,31 +199,31 @@ class Engine:
 
     def image_report(self) -> ImageReport | None:
         """What the vision tower has done; None for a model that takes no images. Raises NotReady."""
-        sight = self.wait_until_ready(0).sight
-        return sight.tower.report() if sight is not None else None
+        vision = self.wait_until_ready(0).vision
+        return vision.tower.report() if vision is not None else None
 
     def _ask[T](self, question: Callable[[Scheduler], T]) -> T:
         """Have something done between two steps of the engine, and wait for it."""
         self.wait_until_ready(0)
         answer: Future[T] = Future()
 
-        def errand(scheduler: Scheduler | None) -> None:
+        def call(scheduler: Scheduler | None) -> None:
             if scheduler is None:
                 answer.set_exception(NotReady("The server is shutting down.", retry_after_seconds=10))
                 return
             try:
                 answer.set_result(question(scheduler))
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked, not to the rows
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the rows
                 answer.set_exception(error)
 
-        self._put(errand)
+        self._put(call)
         try:
-            return answer.result(ERRAND_TIMEOUT_SECONDS)
+            return answer.result(CALL_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise NotReady("The engine is busy.", retry_after_seconds=5) from error
 
-    def _put(self, item: "Row | Errand") -> None:
-        """Into the inbox, unless the engine thread has emptied it for the last time."""
+    def _put(self, item: "Row | EngineCall") -> None:
+        """Put an item into the inbox, unless the engine thread has emptied it for the last time."""
         with self._lock:
             if self._is_closed:
                 raise NotReady("The server is shutting down.", retry_after_seconds=10)
@@ -337,27 +269,17 @@ class Engine:
         if num_prompt_tokens >= model.context_limit:
             raise ContextOverflow(num_prompt_tokens, model.context_limit)
         check_sampling(request.sampling, model.vocab_size)
-        self._budget(model).check(num_prompt_tokens, request.max_tokens)
-
-    def _budget(self, model: LoadedModel) -> Budget:
-        return Budget(
-            max_rows=self._settings.max_concurrent_requests,
-            max_bytes=self._plan(model).batch_bytes,
-            sizes=model.sizes,
-        )
+        self._settings.budget(model).check(num_prompt_tokens, request.max_tokens)
 
     def _within_memory(self, request: GenerationRequest, model: LoadedModel) -> GenerationRequest:
-        """An answer that would outgrow the memory for running rows even alone ends before that."""
-        num_prompt_tokens, memory = len(request.prompt), self._memory
-        most = self._budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
+        """Shorten an answer that would outgrow the memory for running rows even alone."""
+        num_prompt_tokens, memory = len(request.prompt), self._start.ledger
+        most = self._settings.budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
         if most >= request.max_tokens or most < 1:
             return request
         if memory is not None:
             memory.press("running_rows", f"an answer ends after {most:,} tokens instead of {request.max_tokens:,}.")
         return replace(request, max_tokens=most)
-
-    def _plan(self, model: LoadedModel) -> MemoryPlan:
-        return plan_memory(memory_bytes(), model.weight_bytes, self._settings.wanted_memory())
 
     def _row_ended(self) -> None:
         with self._lock:
@@ -377,98 +299,33 @@ class Engine:
                     if self._scheduler.cache.close_disk(FLUSH_SECONDS):
                         self._flush = NOTHING_TO_FLUSH
                     self._scheduler.cache.clear()
-                self._model = self._scheduler = self._memory = None
-                mx.synchronize()
-                self._wired.end()
-                if self._found_cache_limit is not None:
-                    mx.set_cache_limit(self._found_cache_limit)
+                self._model = self._scheduler = None
+                self._start.end()
         finally:
             self._loaded.set()
-            self._courier.stop()
+            self._dispatcher.stop()
             self.digest.stop(DIGEST_STOP_SECONDS)
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
     def _load(self) -> None:
-        mx.clear_cache()  # buffers of a model that was here before
         try:
-            self.digest.begin()
-            model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
-            support = check_caches(model)
-            notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, self._plan(model)))
-            model = replace(model, cache_support=replace(support, notes=notes))
-            model = with_images_tried(model, self._plan(model).image_feature_bytes)
-            self.digest.confirm()
-            scheduler = self._new_scheduler(model)
-            draw_two_tokens(scheduler, self._settings.default_sampling)
-            scheduler.cache.begin_anew()
-            self._open_disk(scheduler, model)
+            model, scheduler = self._start.load()
         except ModelLoadError as error:
             self._load_error = error
             return
-        except Exception as error:  # noqa: BLE001 - whoever waits for the model must hear of it, whatever it was
+        except Exception as error:  # noqa: BLE001 - callers that wait for the model must hear of it, whatever it was
             self._load_error = ModelLoadError(f"The model in {self._folder} could not be loaded: {described(error)}")
             return
         self._scheduler, self._model = scheduler, model
         self._loaded.set()
 
-    def _new_scheduler(self, model: LoadedModel) -> Scheduler:
-        memory = self._memory = self._ledger(model)
-        return Scheduler(
-            model,
-            self._budget(model),
-            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # nobody else's name
-            prefill_step_size=self._settings.prefill_step_size,
-            watchdog_seconds=self._settings.watchdog_seconds,
-            stream_share=self._settings.stream_share,
-            report=self._report,
-            warming=self._settings.warming,
-            depart=self._courier.depart,
-        )
-
-    def _ledger(self, model: LoadedModel) -> Memory:
-        """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it
-        may."""
-        plan = self._plan(model)
-        self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
-        mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
-        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.weight_bytes, plan))
-        memory = Memory(plan, self._report)
-        memory.open("buffers", mx.get_cache_memory)
-        if (sight := model.sight) is not None:
-            memory.open("image_features", lambda: sight.tower.num_bytes)
-        for account, read in self._outside.items():
-            memory.open(account, read)
-        return memory
-
-    def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
-        """From here on, so that nothing of the warm-up is kept. What outlives the process waits for a name."""
-        if (settings := self._settings.disk) is None:
-            return
-        plan = self._plan(model)
-        settings = replace(
-            settings, max_queued_bytes=plan.write_queue_bytes, max_read_ahead_bytes=plan.read_ahead_bytes
-        )
-        cache = scheduler.cache
-        cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
-        if model.cache_support.can_keep and settings.is_ephemeral:
-            use_disk(cache, settings, self._report)
-        elif model.cache_support.can_keep:
-            cache.is_unnamed = True
-            self.digest.when_known(partial(self._name, settings))
-
-    def _name(self, settings: DiskSettings, fingerprint: str) -> None:
-        """What was loaded is known: between two steps the disk begins. On the thread that found it out."""
-        name = kv_fingerprint(fingerprint, self._settings.kv)
-        with suppress(NotReady):
-            self._put(lambda scheduler: use_disk(scheduler.cache, settings, self._report, name) if scheduler else None)
-
     def _keep_on_disk(self) -> None:
-        """What running rows have computed is kept, to be written with all that RAM has."""
+        """Keep what running rows have computed, to be written with all that RAM has."""
         if self._scheduler is None:
             return
         with engine_outlives(self._report, "KV could not be kept at the end"):
             self._is_flushing.set()
-            self._courier.depart()
+            self._dispatcher.send()
             self._scheduler.keep_running()
             self._flush = self._scheduler.cache.begin_flush()
 
@@ -496,12 +353,12 @@ class Engine:
                 if isinstance(item, Row):
                     scheduler.add(item)
                 else:
-                    self._courier.depart()  # no stream waits for an errand
+                    self._dispatcher.send()  # no stream waits for it
                     item(scheduler)
         except queue.Empty:
             return
 
-    def _next_item(self, scheduler: Scheduler) -> "Row | Errand | None":
+    def _next_item(self, scheduler: Scheduler) -> "Row | EngineCall | None":
         """The next of the inbox. An idle engine waits, and looks now and then for what has outlived its time."""
         if not scheduler.is_idle or self._stopping.is_set():
             return self._inbox.get_nowait()

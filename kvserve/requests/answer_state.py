@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvserve.core import Message, PrefillProgress, RequestId, Reuse, Turn
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.reading import RecognisedTurn
 from kvserve.output.answer import AnswerReader
@@ -26,7 +26,7 @@ class Submitted:
     served: ServedModel
     reading: RecognisedTurn | None
     prompt: Prompt
-    generation: Generation
+    generation: RequestHandle
     cut_by: LengthLimit
     raw_before: RawRecord | None
     unread: str

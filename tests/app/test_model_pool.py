@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 import kvserve.app.model_swap
-import kvserve.engine.worker
+import kvserve.engine.engine_start
 from tests.engine.engines import held
 from tests.laws import sampled_cells
 from tests.models import tiny_model
@@ -333,14 +333,14 @@ def test_a_server_that_stops_while_requests_wait_ends_them_well(tmp_path: Path, 
 def slow_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Loads wait for this event."""
     go_on = threading.Event()
-    real = kvserve.engine.worker.load
+    real = kvserve.engine.engine_start.load
 
     def load(*arguments: Any) -> Any:
         assert go_on.wait(60)
         return real(*arguments)
 
     go_on.set()
-    monkeypatch.setattr(kvserve.engine.worker, "load", load)
+    monkeypatch.setattr(kvserve.engine.engine_start, "load", load)
     yield go_on
     go_on.set()
 

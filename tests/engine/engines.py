@@ -26,14 +26,14 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
-from kvserve.engine import turns as turns_module
+from kvserve.engine import turn_order
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.decode import Decoder
+from kvserve.engine.decode_group import Decoder
+from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.policy import plan
 from kvserve.engine.policy_facts import Facts, Plan
-from kvserve.engine.rows import Generation, Row
-from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.worker import Engine, EngineSettings
+from kvserve.engine.rows import RequestHandle, Row
+from kvserve.engine.worker import Engine
 from tests.laws import sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts
@@ -162,7 +162,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (position * 7919 + seed * 104729 + position * position * 31) % 600 for position in range(length)]
 
 
-def collect(generation: Generation, *, poll_seconds: float = 60) -> Result:
+def collect(generation: RequestHandle, *, poll_seconds: float = 60) -> Result:
     """Wait for a row to end."""
     tokens: list[int] = []
     progress: list[PrefillProgress] = []
@@ -205,7 +205,7 @@ def let_watchdog_end(patch: pytest.MonkeyPatch, is_meant: Callable[[Row], bool])
         lives = tuple(replace(life, decoding_seconds=math.inf) if is_meant(life.row) else life for life in facts.lives)
         return plan(replace(facts, lives=lives, watchdog_seconds=facts.watchdog_seconds or 1e9))
 
-    patch.setattr(turns_module, "plan", planned)
+    patch.setattr(turn_order, "plan", planned)
 
 
 def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:
@@ -304,21 +304,21 @@ def cold_with_logits(
 
 def generate_each_with_logits(engine: Engine, *requests: GenerationRequest) -> list[tuple[Result, np.ndarray]]:
     """The same of several rows that come at once."""
-    steps: dict[Generation, list[np.ndarray]] = {}
-    real = Scheduler._decoder
+    steps: dict[RequestHandle, list[np.ndarray]] = {}
+    real = Decoder.of
 
-    def listening(self: Scheduler, row: Row) -> Decoder:
-        own = steps.setdefault(row.generation, [])
+    def listening(row: Row, vocab_size: int) -> Decoder:
+        own = steps.setdefault(row.handle, [])
 
         def listen(_tokens: mx.array, logits: mx.array) -> mx.array:
             own.append(np.array(logits[0]))
             return logits
 
-        decoder = real(self, row)
+        decoder = real(row, vocab_size)
         return replace(decoder, processors=[*decoder.processors, listen])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_decoder", listening)
+        patch.setattr(Decoder, "of", listening)
         with held(engine):
             generations = [engine.submit(each) for each in requests]
         results = [collect(generation) for generation in generations]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvserve.engine import admission
-from kvserve.engine.moving import Moving
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.kv_moves import KvMoves
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
 
@@ -22,7 +22,7 @@ NUM_ALL_TOKENS = NUM_PROMPT_TOKENS + 2 * NUM_ANSWER_TOKENS + NEXT_TOKENS + 8
 """Two turns, and a few tokens of a third one."""
 
 
-def budget_bytes(sizes: RowBytes, num_tokens: int, share: float) -> int:
+def budget_bytes(sizes: KvSize, num_tokens: int, share: float) -> int:
     """A memory for KV of which a row of so many tokens takes this share at its peak."""
     peak_bytes = sizes.peak(num_tokens)
     return int((peak_bytes + sizes.copied(peak_bytes)) / share)
@@ -41,7 +41,7 @@ def full_engine(family: str, num_tokens: int, share: float, **settings: Any) -> 
 
 
 @cache
-def _sizes_of(family: str) -> RowBytes:
+def _sizes_of(family: str) -> KvSize:
     with running_engine(family) as engine:
         return engine.wait_until_ready().sizes
 
@@ -89,17 +89,17 @@ def moves_counted() -> Iterator[Counter[str]]:
     counted: Counter[str] = Counter()
 
     def counting(name: str, way: str) -> Any:
-        real = getattr(Moving, name)
+        real = getattr(KvMoves, name)
 
-        def counted_too(self: Moving, *args: Any, **options: Any) -> Any:
+        def counted_too(self: KvMoves, *args: Any, **options: Any) -> Any:
             counted[way] += 1
             return real(self, *args, **options)
 
         return counted_too
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Moving, "restore", counting("restore", "out"))
-        patch.setattr(Moving, "_insert_moved", counting("_insert_moved", "in"))
+        patch.setattr(KvMoves, "restore", counting("restore", "out"))
+        patch.setattr(KvMoves, "_insert_moved", counting("_insert_moved", "in"))
         yield counted
 
 
@@ -108,7 +108,7 @@ def check(engine: Engine) -> None:
 
     def look(scheduler: Any) -> None:
         scheduler.cache.check_integrity()
-        assert scheduler.cache.moving.held_bytes == 0 == scheduler._tenancies.transit_bytes
+        assert scheduler.cache.kv_moves.held_bytes == 0 == scheduler._cache_leases.transit_bytes
         assert scheduler.cache.kv_room.leased_bytes() == 0
         scheduler._account()
         assert scheduler.cache.kv_room.memory.held("live") == scheduler.warmer.live_bytes()

@@ -22,7 +22,7 @@ import mlx.core as mx
 from kvserve.core import GenerationRequest
 from kvserve.demo.families import ModelScale
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.memory import Account, Memory
+from kvserve.engine.memory import Account, MemoryLedger
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, engine_settings, generate, prompt_of, request
 from tests.models import tiny_model
@@ -160,12 +160,12 @@ def run(wanted: Pass) -> Seen:
     """Do the work on a fresh engine, and on another one after that."""
     seen = Seen()
     if wanted.forgets:
-        real = Memory.held
+        real = MemoryLedger.held
 
-        def held(self: Memory, account: Account) -> int:
+        def held(self: MemoryLedger, account: Account) -> int:
             return 0 if account == wanted.forgets else real(self, account)
 
-        Memory.held = held  # type: ignore[method-assign]
+        MemoryLedger.held = held  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(wanted.num_engines):
             _run_one(wanted, Path(folder), number, seen)
@@ -198,7 +198,7 @@ def _run_one(wanted: Pass, folder: Path, number: int, seen: Seen) -> None:
             found = WORKS[wanted.work](engine, wanted)
         if disk is not None:
             assert engine._ask(lambda scheduler: scheduler.cache._disk.tier.flush(60))  # type: ignore[union-attr]
-        memory = engine._memory
+        memory = engine._start.ledger
         assert memory is not None
         plan = memory.plan
         seen.budget_bytes = plan.pool_bytes + (plan.write_queue_bytes + plan.read_ahead_bytes if disk else 0)
@@ -236,7 +236,7 @@ def _host_bytes_read(engine: Engine, seen: Seen) -> Iterator[None]:
 
     def look() -> None:
         while not is_over.wait(0.002):
-            memory = engine._memory
+            memory = engine._start.ledger
             num_bytes = memory.held("read_ahead") if memory is not None else 0
             seen.host_bytes = max(seen.host_bytes, num_bytes)
             seen.both_bytes = max(seen.both_bytes, num_bytes + mx.get_active_memory() - IDLE["mlx"])

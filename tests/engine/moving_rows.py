@@ -10,9 +10,9 @@ import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
 from kvserve.engine import decode
-from kvserve.engine.entrance import Entrance
+from kvserve.engine.admission import Admission
 from kvserve.engine.fair_clock import StreamShare
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
 from tests.engine.engines import NUM_ANSWER_TOKENS, Result, generate, prompt_of, request
@@ -24,7 +24,7 @@ BESIDE = prompt_of(20, 7)
 """The prompt of a row beside others."""
 
 
-def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[Generation], None]) -> Result:
+def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[RequestHandle], None]) -> Result:
     """Act once the first token of a row is there; then wait for the row."""
     running = engine.submit(wanted)
     tokens: list[int] = []
@@ -39,7 +39,7 @@ def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[G
     return Result(tuple(tokens), end, ())
 
 
-def begun(running: Generation) -> None:
+def begun(running: RequestHandle) -> None:
     """Wait for a row's first token."""
     next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
 
@@ -64,12 +64,12 @@ def with_row_beside(engine: Engine, wanted: GenerationRequest) -> Result:
     return generate(engine, request(BESIDE, NUM_ANSWER_TOKENS), wanted)[1]
 
 
-def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], None]:
+def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[RequestHandle], None]:
     """What a row is acted on with: the memory is outgrown at one look."""
 
-    def act(_: Generation) -> None:
+    def act(_: RequestHandle) -> None:
         has_outgrown = iter([True])
-        monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
+        monkeypatch.setattr(Admission, "is_outgrown", lambda _: next(has_outgrown, False))
 
     return act
 
@@ -81,11 +81,11 @@ def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.Monke
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 
-    def is_outgrown(self: Entrance) -> bool:
+    def is_outgrown(self: Admission) -> bool:
         rows = [row for row in self._pool.rows() if row.request.prompt.ids == tuple(prompt)]
         if has_outgrown or not rows or len(rows[0].generated) != num_tokens:
             return False
         has_outgrown.append(True)
         return True
 
-    monkeypatch.setattr(Entrance, "is_outgrown", is_outgrown)
+    monkeypatch.setattr(Admission, "is_outgrown", is_outgrown)

@@ -1,16 +1,16 @@
 """The policies that are simulated: the engine's own, and as a control the one that it had before."""
 
 from kvserve.engine.fair_clock import FairClock, StreamShare
-from kvserve.engine.policy import STRETCH_SECONDS_ALONE, candidates, plan
+from kvserve.engine.policy import PREFILL_SLICE_SECONDS, candidates, plan
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Facts,
     Machine,
     Pause,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
     Stream,
+    WaitingPrompt,
 )
 from tests.engine.scheduling_simulator import SHARE, SimRow, Simulator
 
@@ -25,21 +25,23 @@ class Fair:
     def admitted(self, machine: Simulator) -> SimRow | None:
         if not machine.waiting:
             return None
-        applicants = [
-            Applicant(
+        waiting_prompts = [
+            WaitingPrompt(
                 row, machine.now - row.job.at, row.job.num_tokens - machine.num_known(row), False, row.num_overtaken
             )
             for row in machine.waiting
         ]
         asked = tuple(
-            Applicant(each.row, each.waited_seconds, each.num_left_tokens, machine.fits(each.row), each.num_overtaken)
-            for each in candidates(applicants)
+            WaitingPrompt(
+                each.row, each.waited_seconds, each.num_left_tokens, machine.fits(each.row), each.num_overtaken
+            )
+            for each in candidates(waiting_prompts)
         )
-        return plan(Facts(applicants=asked)).admitted
+        return plan(Facts(waiting_prompts=asked)).admitted
 
     def work(self, machine: Simulator) -> PrefillChunk[SimRow] | DecodeStep | Pause:
         prompts = tuple(
-            Prompt(
+            PromptFacts(
                 row,
                 self._clock.finish(row),
                 row.num_left,
@@ -50,7 +52,7 @@ class Fair:
         )
         streams = tuple(Stream(row, self._clock.finish(row), row.num_generated > 0) for row in machine.streams)
         rate, share = machine.trace.tokens_per_second, self._share
-        now = Machine(self._clock.now, share.owed_seconds, share.stretch_seconds, rate)
+        now = Machine(self._clock.now, share.owed_seconds, share.slice_seconds, rate)
         return plan(Facts(prompts=prompts, streams=streams, machine=now)).work
 
     def entered(self, row: SimRow) -> None:
@@ -75,7 +77,7 @@ class FirstComeOldestShortest:
 
     def __init__(self) -> None:
         self._num_begun = 0
-        self._stretch_seconds: float | None = None
+        self._slice_seconds: float | None = None
 
     def admitted(self, machine: Simulator) -> SimRow | None:
         return machine.waiting[0] if machine.waiting and machine.fits(machine.waiting[0]) else None
@@ -85,21 +87,21 @@ class FirstComeOldestShortest:
         if not begun:
             return DecodeStep(True) if machine.streams else Pause()
         shortest = min(begun, key=lambda row: row.num_left)
-        if self._stretch_seconds is not None:
-            if shortest.num_left <= machine.trace.tokens_per_second * self._stretch_seconds:
-                return PrefillChunk(shortest, min(self._stretch_seconds, 1.0))
+        if self._slice_seconds is not None:
+            if shortest.num_left <= machine.trace.tokens_per_second * self._slice_seconds:
+                return PrefillChunk(shortest, min(self._slice_seconds, 1.0))
             if machine.streams:
                 return DecodeStep(True)
-        self._stretch_seconds = 0.25 if machine.streams else STRETCH_SECONDS_ALONE
+        self._slice_seconds = 0.25 if machine.streams else PREFILL_SLICE_SECONDS
         self._num_begun += 1
-        return PrefillChunk(begun[0] if self._num_begun % 2 else shortest, min(self._stretch_seconds, 1.0))
+        return PrefillChunk(begun[0] if self._num_begun % 2 else shortest, min(self._slice_seconds, 1.0))
 
     def entered(self, row: SimRow) -> None: ...
 
     def left(self, row: SimRow, *, is_cancelled: bool) -> None: ...
 
     def prefilled(self, num_tokens: int, seconds: float, *, is_beside_streams: bool) -> None:
-        self._stretch_seconds = (self._stretch_seconds or 0.0) - seconds
+        self._slice_seconds = (self._slice_seconds or 0.0) - seconds
 
     def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
-        self._stretch_seconds = None
+        self._slice_seconds = None

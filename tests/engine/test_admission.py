@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS, Budget
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.kv_size import KvSize
 from kvserve.errors import MemoryExhausted
 
-BUDGET = Budget(max_rows=3, max_bytes=1000, sizes=RowBytes(fixed=100, per_token=1))
+BUDGET = Budget(max_rows=3, max_bytes=1000, sizes=KvSize(fixed=100, per_token=1))
 
 
 def test_a_long_answer_is_counted_with_its_allowance() -> None:
@@ -33,14 +33,14 @@ def test_rows_enter_by_number_and_by_bytes_with_padding() -> None:
 
 def test_a_row_that_will_be_quantised_is_admitted_with_its_peak() -> None:
     """Ten times smaller from token 400 on: longer rows fit, but for a moment the first 400 are there twice."""
-    budget = Budget(max_rows=3, max_bytes=1000, sizes=RowBytes(100, 1, 0.1, packed_from=400))
-    assert budget.row_bytes(400) == 500
-    assert budget.row_bytes(401) == budget.row_bytes(4000) == 540
-    assert budget.row_bytes(8000) == 900
+    budget = Budget(max_rows=3, max_bytes=1000, sizes=KvSize(100, 1, 0.1, packed_from=400))
+    assert budget.sizes.peak(400) == 500
+    assert budget.sizes.peak(401) == budget.sizes.peak(4000) == 540
+    assert budget.sizes.peak(8000) == 900
     assert budget.can_ever_hold(9000) and not budget.can_ever_hold(9001)
 
 
-AT_PEAK = Budget(max_rows=3, max_bytes=3000, sizes=RowBytes(fixed=0, per_token=1, slot_tokens=100, copy_share=0.5))
+AT_PEAK = Budget(max_rows=3, max_bytes=3000, sizes=KvSize(fixed=0, per_token=1, slot_tokens=100, copy_share=0.5))
 """Rows that hold places ahead, and of which half is there twice for a moment."""
 
 
@@ -49,7 +49,7 @@ def test_a_row_is_counted_at_its_peak() -> None:
     assert AT_PEAK.peak_bytes(900) == 1500
     assert AT_PEAK.can_hold(900, [900], 0) and not AT_PEAK.can_hold(901, [900], 0)
     assert AT_PEAK.padding_left([900], 0) == 1000 and AT_PEAK.padding_left([900, 900], 10) == 0
-    large = Budget(1, 2**30, RowBytes(0, 2**20))
+    large = Budget(1, 2**30, KvSize(0, 2**20))
     with pytest.raises(MemoryExhausted, match=r"about 1\.95 GiB .* 1\.00 GiB may be used \(MAX_BATCH_BYTES\)"):
         large.check(1900, 100)
     large.check(900, 100)
@@ -58,7 +58,7 @@ def test_a_row_is_counted_at_its_peak() -> None:
 @given(st.integers(0, 10_000), st.integers(0, 8_000), st.none() | st.integers(0, 3_000))
 def test_the_longest_row_fits_and_the_next_one_does_not(max_bytes: int, at_most: int, packed_from: int | None) -> None:
     """Also where rows are quantised from some token on."""
-    sizes = RowBytes(10, 1, 0.25, packed_from, slot_tokens=100, copy_share=0.5)
+    sizes = KvSize(10, 1, 0.25, packed_from, slot_tokens=100, copy_share=0.5)
     budget = Budget(1, max_bytes, sizes)
     most = budget.most_tokens(at_most)
     assert most == at_most or not budget.can_ever_hold(most + 1)

@@ -13,12 +13,13 @@ from mlx_lm.models.cache import KVCache
 
 from benchmarks.weightless import Weightless
 from kvserve.engine.batch_kv import BatchKv, RowKv, entering
-from kvserve.engine.decode import DecodePool, Decoder
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Decoder
 from kvserve.engine.kv_buffers import num_slots
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import reserve
-from kvserve.engine.row_bytes import RowBytes
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import sampler_for
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import prompt_of, request
@@ -142,7 +143,7 @@ def model() -> LoadedModel:
         context_limit=10**6,
         weight_bytes=1,
         active_weight_bytes=2**40,
-        sizes=RowBytes(0, 2 * NUM_LAYERS * HEADS * 16 * 4),
+        sizes=KvSize(0, 2 * NUM_LAYERS * HEADS * 16 * 4),
     )
 
 
@@ -155,7 +156,7 @@ class Decoding:
 
     def enter(self, num_answer_tokens: int = ANSWER_TOKENS, num_room_tokens: int | None = None) -> Row:
         each = request(prompt_of(NUM_TOKENS), num_answer_tokens)
-        row, caches = Row(Generation(each), lambda: None), self.model.new_caches()
+        row, caches = Row(RequestHandle(each), lambda: None), self.model.new_caches()
         self.model.module(mx.zeros((1, 16), mx.int32), cache=caches)
         reserve(caches, NUM_TOKENS + (num_room_tokens or num_answer_tokens))
         self.model.module(mx.zeros((1, NUM_TOKENS - 17), mx.int32), cache=caches)

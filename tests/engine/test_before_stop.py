@@ -5,7 +5,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from kvserve.engine.decode import DecodePool, Left
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import ExtractedRow
 from kvserve.engine.model import LoadedModel, load
 from tests.engine.engines import prompt_of, request
 from tests.engine.test_decode import enter
@@ -20,7 +21,7 @@ def hybrid() -> LoadedModel:
     return load(tiny_model("qwen3_5"), 131072)
 
 
-def answered(model: LoadedModel, *, repeated: bool) -> tuple[Left, int]:
+def answered(model: LoadedModel, *, repeated: bool) -> tuple[ExtractedRow, int]:
     """A row that ended with a stop token beside one that goes on, and that token; later prompts have it or another."""
     caches, tokens, written = model.new_caches(), mx.array([PROMPT]), []
     for _ in range(8):
@@ -39,7 +40,7 @@ def answered(model: LoadedModel, *, repeated: bool) -> tuple[Left, int]:
     return finished[0], stop
 
 
-def logits_after(model: LoadedModel, left: Left) -> tuple[mx.array, mx.array]:
+def logits_after(model: LoadedModel, left: ExtractedRow) -> tuple[mx.array, mx.array]:
     """What follows behind the row's tokens, warm from its caches and cold from its tokens."""
     for cache in left.caches:
         if hasattr(cache, "offset"):

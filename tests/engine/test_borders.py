@@ -16,7 +16,7 @@ from kvserve.engine.borders import (
 )
 from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.out_of_memory import ShortMemory
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.errors import EngineFailure, MemoryExhausted
 from tests.engine.engines import prompt_of, request
 from tests.engine.test_disk_writing import kept
@@ -27,7 +27,7 @@ OUT_OF_MEMORY = RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
 
 def a_row() -> Row:
-    return Row(Generation(request(prompt_of(3), 1)), lambda: None)
+    return Row(RequestHandle(request(prompt_of(3), 1)), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_row_that_fails_tells_its_client_before_it_leaves(error: Exception, he
     memory = ShortMemory(lambda _num_bytes: None, lambda num_tokens: num_tokens, lambda _line: None)
     with row_fails_alone(row, memory, lambda: left.append(row.is_over)):
         raise error
-    [end] = next(row.generation.batches(1))
+    [end] = next(row.handle.batches(1))
     assert isinstance(end, GenerationFailed) and type(end.error) is heard
     assert left == [True]
 
@@ -100,6 +100,6 @@ def test_where_the_disk_fails_a_row_starts_from_what_ram_has(monkeypatch: pytest
     with kept(needs_checkpoints=False) as world:
         world.say(range(20), 1, "a")
         monkeypatch.setattr(DiskCache, "_begin", fails)
-        hold = world.cache.hold(TokenSequence((*range(30), 99)))
-        assert hold.is_settled and hold.lease.num_tokens == 20 and not world.cache.advance(hold)
+        pinned = world.cache.pin(TokenSequence((*range(30), 99)))
+        assert pinned.is_settled and pinned.lease.num_tokens == 20 and not world.cache.advance(pinned)
         assert world.disk.faults == {"unreadable": 1}

@@ -11,10 +11,10 @@ import mlx.core as mx
 import pytest
 
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.engine import worker
-from kvserve.engine.census import MEMORY_FILE
+from kvserve.engine import engine_start
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.loaded_files import MEMORY_FILE
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     Result,
@@ -177,20 +177,20 @@ def test_what_changes_while_it_is_loaded_is_kept_nowhere(tmp_path: Path, monkeyp
     folder, kv, lines = copy_of("qwen3", tmp_path), tmp_path / "kv", list[str]()
     ask(folder, kv)
     files = sorted(kv.rglob("*.safetensors"))
-    load = worker.with_images_tried
+    load = engine_start.with_images_tried
 
     def changing(*arguments: object) -> object:
         change_byte(folder / "model.safetensors", 400_000)
         return load(*arguments)
 
-    monkeypatch.setattr(worker, "with_images_tried", changing)
+    monkeypatch.setattr(engine_start, "with_images_tried", changing)
     with engine_on(folder, kv, lines.append) as engine:
         assert cached(generate(engine, turn(BASE, 1))[0]) == 0
         assert cached(generate(engine, turn(BASE, 1))[0]) > 250
         assert engine.status.digest.state == "unknown" and not is_on_disk(engine)
     assert sorted(kv.rglob("*.safetensors")) == files
     assert sum("model.safetensors changed" in line for line in lines) == 1
-    monkeypatch.setattr(worker, "with_images_tried", load)
+    monkeypatch.setattr(engine_start, "with_images_tried", load)
     assert cached(ask(folder, kv)) == 0
     assert cached(ask(folder, kv)) > 250
 

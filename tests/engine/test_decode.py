@@ -4,11 +4,12 @@ import mlx.core as mx
 import pytest
 
 from kvserve.core import GenerationRequest
-from kvserve.engine.courier import Carry, Delivery, call_now
-from kvserve.engine.decode import DecodePool, Decoder, extra_padding_tokens
+from kvserve.engine.decode import DecodePool, extra_padding_tokens
+from kvserve.engine.decode_group import Decoder
 from kvserve.engine.model import LoadedModel, load
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import sampler_for
+from kvserve.engine.token_dispatcher import Delivery, Dispatch, call_now
 from tests.engine.engines import prompt_of, request
 from tests.models import tiny_model
 
@@ -23,9 +24,9 @@ def long_prompt(model: LoadedModel) -> list[int]:
     return prompt_of(100 + model.active_weight_bytes // int(model.kv_bytes_per_token))
 
 
-def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: Carry = call_now) -> Row:
+def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: Dispatch = call_now) -> Row:
     """Prefill in pieces (the scores of one piece grow with its square) and let the row decode."""
-    row = Row(Generation(each, carry), lambda: None)
+    row = Row(RequestHandle(each, carry), lambda: None)
     caches = model.new_caches()
     ids = each.prompt.ids[:-1]
     for start in range(0, len(ids), 128):
@@ -106,7 +107,7 @@ def test_tokens_of_a_step_go_out_in_the_middle_of_the_next(
     def carry(deliver: Delivery, *, may_wait: bool) -> None:
         events.append("waits" if may_wait else "goes")
 
-    pool = DecodePool(model, 8, lambda: events.append("depart"))
+    pool = DecodePool(model, 8, lambda: events.append("send"))
     lengths = (20, len(long_prompt(model)))[:num_groups]
     for length in lengths:
         enter(pool, model, request(prompt_of(length), 4), carry)
@@ -116,8 +117,8 @@ def test_tokens_of_a_step_go_out_in_the_middle_of_the_next(
     steps = " ".join(events).split(" step")
     assert steps.pop() == ""
     found = [step.split() for step in steps]
-    assert all(step[0] == "depart" for step in found), "each step describes a pass, or two where the row is new"
-    said = [[event for event in step if event != "depart"] for step in found]
+    assert all(step[0] == "send" for step in found), "each step describes a pass, or two where the row is new"
+    said = [[event for event in step if event != "send"] for step in found]
     # the first step of a row computes its last prompt token only; the last one brings a token and the end
     assert [step for step in said if step] == [
         [word] if word != "end" else ["waits", "goes"] for word in ("goes", "waits", "waits", "end") for _ in lengths

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvserve.engine import digest_memory
-from kvserve.engine.census import MEMORY_FILE, Stamp
 from kvserve.engine.digest_memory import REFRESH_SECONDS, UNUSED_SECONDS, DigestMemory
+from kvserve.engine.loaded_files import MEMORY_FILE, FileStamp
 from tests.laws import num_examples
 
-STAMP = Stamp(1, 2, 3, 1_795_518_236_420_521_416, 1_795_518_236_451_315_595)
+STAMP = FileStamp(1, 2, 3, 1_795_518_236_420_521_416, 1_795_518_236_451_315_595)
 DIGEST = bytes(range(32))
 
 

@@ -196,9 +196,9 @@ def test_no_more_is_read_than_there_is_room_for(family: str, tmp_path: Path) -> 
     def read_within(room_bytes: float) -> tuple[int, bool]:
         def ask(scheduler: Any) -> tuple[int, bool]:
             disk = disk_cache_of(scheduler.cache)
-            hold = disk.hold(TokenSequence(tuple(BASE)), room_bytes=room_bytes)
-            num_bytes, is_settled = hold.goal.num_bytes if hold.goal is not None else 0, hold.is_settled
-            disk.let_go(hold)
+            pinned = disk.pin(TokenSequence(tuple(BASE)), room_bytes=room_bytes)
+            num_bytes, is_settled = pinned.goal.num_bytes if pinned.goal is not None else 0, pinned.is_settled
+            disk.let_go(pinned)
             return num_bytes, is_settled
 
         return engine._ask(ask)
@@ -413,9 +413,9 @@ def test_a_long_answer_is_kept_while_it_is_written(
     ends: list[int] = []
     real = PrefixCache.extend
 
-    def note(self: PrefixCache, tenancy: Any, caches: Any, tokens: Any, *rest: Any) -> bool:
+    def note(self: PrefixCache, cache_lease: Any, caches: Any, tokens: Any, *rest: Any) -> bool:
         ends.append(len(tokens))
-        return real(self, tenancy, caches, tokens, *rest)
+        return real(self, cache_lease, caches, tokens, *rest)
 
     with running_engine(family, disk=on(tmp_path)) as engine:
         with monkeypatch.context() as patch:

@@ -317,14 +317,14 @@ def test_rows_that_leave_ram_while_their_state_is_read_are_no_damage(tmp_path: P
                     cache._tree._store.drop_checkpoint(node)
             disk = cache._disk
             assert disk is not None
-            hold = disk.hold(TokenSequence(tuple(prompt)))
-            assert hold.load is not None and [entry.head.kind for entry in hold.load.entries] == ["checkpoint"]
+            pinned = disk.pin(TokenSequence(tuple(prompt)))
+            assert pinned.load is not None and [entry.head.kind for entry in pinned.load.entries] == ["checkpoint"]
             cache.make_room(CACHE.max_bytes or 0)
             assert cache._tree.num_ram_bytes == 0
-            while disk.advance(hold):
+            while disk.advance(pinned):
                 disk.tier.wait(0.01)
-            num_tokens = hold.lease.num_tokens
-            disk.let_go(hold)
+            num_tokens = pinned.lease.num_tokens
+            disk.let_go(pinned)
             return num_tokens
 
         assert engine._ask(restored) == usable("qwen3_5")

@@ -5,8 +5,8 @@ import pytest
 from kvserve.cache.records import BoundaryKind
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine import disk_worth
-from kvserve.engine.disk_worth import STRIDE_TOKENS, is_worth_writing
+from kvserve.engine import disk_writing
+from kvserve.engine.disk_writing import STRIDE_TOKENS, is_worth_writing
 from kvserve.engine.snapshot import StateSnapshot
 from tests.cache.disks import WAIT_SECONDS
 from tests.engine.test_disk_writing import Kept, kept, rows
@@ -55,7 +55,7 @@ def test_a_tool_turn_writes_one_state() -> None:
 
 def test_a_long_way_without_such_an_end_has_a_state_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far apart as the stride asks."""
-    monkeypatch.setattr(disk_worth, "STRIDE_TOKENS", 20)
+    monkeypatch.setattr(disk_writing, "STRIDE_TOKENS", 20)
     with kept(needs_checkpoints=True) as each:
         say(each, *((end, "message") for end in range(5, 60, 5)))
         assert on_disk(each) == [20, 40]
@@ -83,7 +83,7 @@ def test_what_the_disk_is_not_to_have_leaves_ram_unasked() -> None:
         say(each, (10, "system"), (24, "message"), (30, "answer"))
         assert each.cache.writing.num_unwritten_bytes() == each.disk.tier.stats().num_queued_bytes
         states = [node.copies.state for path in each.tree.sequences() for node in path]
-        assert [state is disk_worth.UNWANTED for state in states] == [False, True, False]
+        assert [state is disk_writing.UNWANTED for state in states] == [False, True, False]
 
 
 @pytest.mark.parametrize("kind", ["tail", "message", "image", "divergence"])
@@ -95,7 +95,7 @@ def test_other_kinds_wait_for_the_stride(kind: BoundaryKind) -> None:
 
 def test_however_many_messages_there_are_the_stride_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tool loop whose answers come back in other words: a message here is as short as a token."""
-    monkeypatch.setattr(disk_worth, "STRIDE_TOKENS", 20)
+    monkeypatch.setattr(disk_writing, "STRIDE_TOKENS", 20)
     with kept(needs_checkpoints=True) as each:
         say(each, *((end, "message") for end in range(1, 60)))
         assert on_disk(each) == [20, 40]

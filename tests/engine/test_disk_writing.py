@@ -16,7 +16,7 @@ from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine import disk_worth
+from kvserve.engine import disk_writing
 from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from tests.cache.disks import HASHER, WAIT_SECONDS, Disk, named
@@ -120,7 +120,7 @@ def test_the_disk_knows_what_it_would_know_of_whole_paths(
         kept(needs_checkpoints=needs_checkpoints) as ends,
         kept(needs_checkpoints=needs_checkpoints, is_whole=True) as whole,
     ):
-        patch.setattr(disk_worth, "STRIDE_TOKENS", stride_tokens)
+        patch.setattr(disk_writing, "STRIDE_TOKENS", stride_tokens)
         for event in events:
             for each in (ends, whole):
                 if isinstance(event, tuple):
@@ -176,7 +176,7 @@ def test_a_hold_looks_beyond_what_ram_has(
         tokens = TokenSequence((*ids, 10**6, 10**6 + 1))
         each.tree.lookup(tokens)
         visits = counting(monkeypatch)
-        seen = visits.of(lambda: each.cache.let_go(each.cache.hold(tokens, owner="a")))
+        seen = visits.of(lambda: each.cache.let_go(each.cache.pin(tokens, owner="a")))
         assert seen.num_nodes <= MAX_NODES and seen.num_tokens <= STOP_TOKENS, seen
 
 

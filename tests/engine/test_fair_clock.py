@@ -107,9 +107,9 @@ def test_streams_are_owed_their_share_of_the_time_that_prompts_take(share: float
     account = StreamShare(share)
     account.prefilled(0.3, is_beside_streams=False)
     account.prefilled(0.2, is_beside_streams=True)
-    assert (account.owed_seconds, account.stretch_seconds) == (pytest.approx(owed), pytest.approx(0.5))
+    assert (account.owed_seconds, account.slice_seconds) == (pytest.approx(owed), pytest.approx(0.5))
     account.stepped(0.3, is_beside_prompts=True)
-    assert (account.owed_seconds, account.stretch_seconds) == (pytest.approx(owed - 0.3), 0.0)
+    assert (account.owed_seconds, account.slice_seconds) == (pytest.approx(owed - 0.3), 0.0)
     account.stepped(0.3, is_beside_prompts=False)
     assert account.owed_seconds == 0.0
 

@@ -15,7 +15,7 @@ from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.cache_records import ForgottenKv
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.warming import WarmJob, WarmSettings
 from kvserve.engine.worker import Engine
@@ -215,7 +215,7 @@ def test_a_running_row_of_who_is_forgotten_leaves_nothing(engine: Engine) -> Non
     """It goes on to its end."""
     engine.clear_cache()
     prompt = prompt_of(200, 4)
-    running: list[Generation] = []
+    running: list[RequestHandle] = []
 
     def forget() -> None:
         generation = engine.submit(asked(ONE, prompt, 200))

@@ -18,8 +18,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.core import TokenDelta
 from kvserve.demo.build import TINY, ModelScale
-from kvserve.engine import worker as worker_module
-from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine import engine_start
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import KvSettings, Quantiser
@@ -389,7 +390,7 @@ def test_rows_in_full_precision_and_quantised_ones_have_their_own_batches(
     seen: set[tuple[tuple[bool, int], ...]] = set()
     step = DecodePool.step
 
-    def watched(pool: DecodePool) -> Step:
+    def watched(pool: DecodePool) -> DecodeResult:
         seen.add(tuple(sorted((group.is_packed, len(group.rows)) for group in pool._groups if group.rows)))
         return step(pool)
 
@@ -444,7 +445,7 @@ def test_a_seeded_row_that_crosses_the_start_draws_on(qwen3: Engine) -> None:
 def test_a_seeded_row_that_is_put_back_behind_the_start_draws_on(
     qwen3: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token that was computed for nothing where it crossed took no random key along."""
+    """Where it changed its batch it left no random key out, and took none twice."""
     prompt = prompt_of(MIDDLE - 4, 3)
     wanted = request(prompt, 16, temperature=1.0, seed=7)
     qwen3.clear_cache()
@@ -460,7 +461,7 @@ def test_a_model_that_cannot_batch_crosses_the_start_alone(monkeypatch: pytest.M
     """Rows that each have a generator of their own are converted just so, and write the same."""
     prompts = [prompt_of(MIDDLE - 20, 3), BASE]
     expected = [cold(qwen3, prompt) for prompt in prompts]
-    monkeypatch.setattr(worker_module, "check_caches", lambda _: CacheSupport(can_batch=False))
+    monkeypatch.setattr(engine_start, "check_caches", lambda _: CacheSupport(can_batch=False))
     with engine_of(QWEN3) as engine:
         assert [result.tokens for result in generate(engine, *map(turn, prompts))] == expected
         longer = [*prompts[0], *expected[0], *prompt_of(30, 1)]
@@ -517,7 +518,7 @@ def test_an_answer_that_is_not_converted_at_the_start_is_not_kept(monkeypatch: p
     prompt = prompt_of(MIDDLE - 20, 3)
     with engine_of(QWEN3) as engine:
         expected = cold(engine, prompt, 80)
-        monkeypatch.setattr("kvserve.engine.decode.DecodePool._at_start", lambda self, group: {})
+        monkeypatch.setattr(DecodePool, "at_quantise_start", lambda _: [])
         [wrong] = generate(engine, turn(prompt, 80))
         assert wrong.tokens != expected
         assert engine.cache_report().stats.num_stored_tokens == len(prompt) - 1

@@ -6,8 +6,8 @@ import pytest
 
 from kvserve.core import TokenSequence
 from kvserve.engine import admission
+from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.memory import fixed_memory
-from kvserve.engine.moving import Moving
 from kvserve.engine.prefix_cache import PrefixCache
 from tests.engine.engines import (
     CACHE,
@@ -45,7 +45,7 @@ def test_a_row_that_is_kept_in_part_writes_what_a_cold_one_writes(monkeypatch: p
     """Both budgets are little more than the row, and others hold its buffers too: it is restored from the part that
     fits, and that is told once."""
     monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 8)
-    monkeypatch.setattr(Moving, "_makes_way", lambda *_, **__: False)
+    monkeypatch.setattr(KvMoves, "_makes_way", lambda *_, **__: False)
     lines: list[str] = []
     tokens = prompt_of(800)
     with running_engine() as engine:

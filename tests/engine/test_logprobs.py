@@ -11,11 +11,11 @@ import pytest
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationRequest, Grammar, TokenDelta, TokenLogprobs
-from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine.logprobs import LogprobReader
+from kvserve.engine import decode_group
+from kvserve.engine.decode_group import Decoder
+from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.quantised import KvSettings
-from kvserve.engine.rows import Generation
-from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.rows import RequestHandle
 from kvserve.engine.worker import Engine
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.engine.engines import beside_stream, engine_settings, held, prompt_of, request, running_engine
@@ -35,7 +35,7 @@ def asking(wanted: GenerationRequest, num_top: int = NUM_TOP) -> GenerationReque
     return replace(wanted, num_top_logprobs=num_top)
 
 
-def said(generation: Generation) -> Said:
+def said(generation: RequestHandle) -> Said:
     """The tokens of a row that asks, each with what came with it."""
     tokens: Said = []
     for batch in generation.batches(60):
@@ -149,14 +149,14 @@ def test_a_row_that_joins_a_running_batch_and_one_that_leaves(engine: Engine, fa
 def test_a_row_that_does_not_ask_has_no_processor(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch without a row that asks takes mlx-lm's fast way."""
     seen: list[int] = []
-    real = Scheduler._decoder
+    real = Decoder.of
 
-    def noting(self: Scheduler, row: Any) -> Any:
-        decoder = real(self, row)
+    def noting(row: Any, vocab_size: int) -> Any:
+        decoder = real(row, vocab_size)
         seen.append(len(decoder.processors))
         return decoder
 
-    monkeypatch.setattr(Scheduler, "_decoder", noting)
+    monkeypatch.setattr(Decoder, "of", noting)
     ask(engine, request(prompt_of(30, 9), 2), beside=[request(prompt_of(31, 9), NUM_TOKENS)])
     assert sorted(seen) == [0, 1]
 
@@ -198,20 +198,20 @@ def test_a_broken_generator_costs_no_token_its_values(monkeypatch: pytest.Monkey
 
 
 def test_an_answer_that_comes_past_the_start_of_quantised_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row leaves one batch for another one there, which computes a token anew: told is what was drawn from."""
+    """The row leaves one batch for another one there: told is what was drawn from."""
     kv = KvSettings(bits=4, scheme="uniform", group_size=32, start=100)
     drawn_from: dict[int, np.ndarray] = {}
-    real = Scheduler._decoder
+    real = Decoder.of
 
-    def listening(self: Scheduler, row: Any) -> Any:
+    def listening(row: Any, vocab_size: int) -> Any:
         def listen(tokens: mx.array, logits: mx.array) -> mx.array:
             drawn_from[len(tokens)] = np.array(logits[0] - mx.logsumexp(logits[0]))
             return logits
 
-        decoder = real(self, row)
+        decoder = real(row, vocab_size)
         return replace(decoder, processors=[*decoder.processors, listen])
 
-    monkeypatch.setattr(Scheduler, "_decoder", listening)
+    monkeypatch.setattr(Decoder, "of", listening)
     engine = Engine(
         tiny_model("qwen3", scale=WIDE), engine_settings(kv=kv), grammar_tokenizer=lambda _: None, report=print
     )
@@ -244,7 +244,7 @@ def test_under_a_grammar_they_are_the_models_own() -> None:
 
 def test_a_row_that_raises_beside_one_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails alone, also when it asks itself."""
-    real = scheduler_module.sampler_for
+    real = decode_group.sampler_for
 
     def breaking(params: Any, *more: int) -> Any:
         sampler, calls = real(params, *more), iter(range(100))
@@ -252,7 +252,7 @@ def test_a_row_that_raises_beside_one_that_asks(monkeypatch: pytest.MonkeyPatch)
 
     prompt = prompt_of(40)
     with running_engine() as engine:
-        monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
+        monkeypatch.setattr(decode_group, "sampler_for", breaking)
         with held(engine):
             broken = engine.submit(asking(request(prompt_of(50, 2), NUM_TOKENS, temperature=1.0, seed=13)))
             good = engine.submit(asking(request(prompt, NUM_TOKENS)))

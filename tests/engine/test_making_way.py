@@ -12,13 +12,13 @@ from kvserve.cache.records import Eviction
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from kvserve.engine import admission, kv_room, row_outline
-from kvserve.engine.cache_records import Tenancy
+from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_bytes import RowBytes
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from tests.cache.payloads import ROOMY, ROW_BYTES, make_tree, store
 from tests.engine.engines import (
@@ -67,7 +67,7 @@ def full_room(clock: Ticks) -> tuple[PrefixTree, KvRoom]:
         store(tree, TokenSequence(tuple(range(1000 * number, 1000 * number + ROW_TOKENS))))
     tree.evict()  # ranked: what is counted is what leaves
     assert tree.num_ram_bytes == MAX_BYTES
-    sizes: Any = RowBytes  # what rows take is not asked for here
+    sizes: Any = KvSize  # what rows take is not asked for here
     return tree, KvRoom(tree, fixed_memory(MAX_BYTES), sizes, clock)
 
 
@@ -114,7 +114,7 @@ def test_what_is_only_too_old_leaves_later(monkeypatch: pytest.MonkeyPatch) -> N
     num_left = (MAX_BYTES - tree.num_ram_bytes) // (ROW_BYTES * ROW_TOKENS) - num_kept
     assert 1 <= num_left <= kv_room.PIECES and room.has_more
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 10**6)
-    room.let_rest_leave()
+    room.evict_rest()
     assert tree.num_ram_bytes == 0 and not room.has_more
 
 
@@ -223,7 +223,7 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
     with running_engine(family, prefill_step_size=64, **bounds) as engine:
         for seed in range(num_entries):
             generate(engine, replace(turn(prompt_of(400, 1000 + seed), 1), ttl_seconds=3000.0))
-        others, is_over = list[Generation](), list[bool]()
+        others, is_over = list[RequestHandle](), list[bool]()
         enter, leave, make_some = PrefixCache.enter, PrefixCache.leave, KvRoom.make_some
 
         def entering(cache: PrefixCache, row: Row, **asked: Any) -> Any:
@@ -231,9 +231,9 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
                 others.append(engine.submit(turn(second, 4)))
             return enter(cache, row, **asked)
 
-        def leaving(cache: PrefixCache, tenancy: Tenancy) -> None:
-            leave(cache, tenancy)
-            is_over.extend([True] * (len(tenancy.row.request.prompt) == len(first)))
+        def leaving(cache: PrefixCache, cache_lease: CacheLease) -> None:
+            leave(cache, cache_lease)
+            is_over.extend([True] * (len(cache_lease.row.request.prompt) == len(first)))
 
         def making(room: KvRoom, num_needed_bytes: float = 0) -> bool:
             is_slow = bool(others) and not is_over
@@ -270,7 +270,7 @@ def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.M
 
         def entering(cache: PrefixCache, row: Row, **asked: Any) -> Any:
             assert engine._scheduler is not None
-            begun.append((len(row.request.prompt), len(engine._scheduler._arrivals.without_room())))
+            begun.append((len(row.request.prompt), len(engine._scheduler._waiting_for_prefix.without_room())))
             return enter(cache, row, **asked)
 
         def both() -> list[Result]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvserve.engine.memory import QUIET_SECONDS, Memory
+from kvserve.engine.memory import QUIET_SECONDS, MemoryLedger
 from kvserve.engine.memory_plan import MemoryPlan
 
 PLAN = MemoryPlan(
@@ -28,7 +28,7 @@ class Clock:
 
 def test_every_account_is_told_with_its_bound_and_their_sum() -> None:
     """What the engine says, and what is read where it is, make one total under one budget."""
-    memory = Memory(PLAN)
+    memory = MemoryLedger(PLAN)
     memory.say(live_bytes=40, copy_bytes=4)
     for number, account in enumerate(("kept", "write_queue", "read_ahead", "records", "image_features", "buffers")):
         memory.open(account, lambda number=number: number + 1)  # type: ignore[arg-type, misc]
@@ -49,7 +49,7 @@ def test_every_account_is_told_with_its_bound_and_their_sum() -> None:
 
 def test_what_rows_and_full_queues_take_is_not_there_for_what_is_kept() -> None:
     """Of the ways to and from the disk only what is beyond their own budgets counts."""
-    memory = Memory(PLAN)
+    memory = MemoryLedger(PLAN)
     memory.say(live_bytes=40, copy_bytes=4)
     queued, kept = 10, 50
     memory.open("write_queue", lambda: queued)
@@ -63,15 +63,15 @@ def test_what_rows_and_full_queues_take_is_not_there_for_what_is_kept() -> None:
 
 def test_the_larger_of_both_budgets_bounds_all_kv() -> None:
     """Rows may take what is not for what is kept."""
-    assert Memory(replace(PLAN, batch_bytes=300)).has_room_for_kv(300)
-    assert not Memory(PLAN).has_room_for_kv(101)
+    assert MemoryLedger(replace(PLAN, batch_bytes=300)).has_room_for_kv(300)
+    assert not MemoryLedger(PLAN).has_room_for_kv(101)
 
 
 def test_a_bound_is_told_once_when_it_is_met_and_once_when_that_is_over() -> None:
     """However often rows meet it; the report has what it costs, since when, and how often."""
     lines: list[str] = []
     clock = Clock()
-    memory = Memory(PLAN, lines.append, clock)
+    memory = MemoryLedger(PLAN, lines.append, clock)
     for _ in range(3):
         memory.press("kv_pool", "nothing is kept.")
         memory.press("kv_pool", "nothing is kept.")
@@ -96,7 +96,7 @@ def test_a_bound_is_told_once_when_it_is_met_and_once_when_that_is_over() -> Non
 def test_a_bound_that_is_watched_lasts_as_long_as_it_is_met() -> None:
     """A full disk is a condition, not an event: it is over when it is over. Whoever watches it tells a person."""
     lines: list[str] = []
-    memory = Memory(PLAN, lines.append, clock := Clock())
+    memory = MemoryLedger(PLAN, lines.append, clock := Clock())
     cost: str | None = "KV is in RAM only."
     memory.watch("disk", lambda: cost)
     clock.now = 5

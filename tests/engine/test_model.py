@@ -29,7 +29,7 @@ def test_measured_sizes_predict_a_rows_bytes(family: str) -> None:
     """Bytes per token and fixed bytes, measured on 16 tokens, predict what a row of 768 tokens holds."""
     model = load(tiny_model(family), 131072)
     held = held_bytes(model, 768)
-    assert model.row_bytes(768) == pytest.approx(held, rel=0.1), "a window holds up to a chunk more"
+    assert model.sizes.held(768) == pytest.approx(held, rel=0.1), "a window holds up to a chunk more"
     assert model.vocab_size == model.module(mx.zeros((1, 1), dtype=mx.int32)).shape[-1]
 
 

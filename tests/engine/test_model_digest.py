@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvserve.engine import model_digest
-from kvserve.engine.census import MEMORY_FILE
 from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.file_digest import Piece, hash_piece
+from kvserve.engine.file_digest import FilePiece, hash_piece
+from kvserve.engine.loaded_files import MEMORY_FILE
 from kvserve.engine.model_digest import ModelDigest
 from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model
@@ -47,7 +47,7 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each file that is read."""
     read: list[int] = []
 
-    def noted(piece: Piece, told: Callable[[int], None], **how: bool) -> bytes:
+    def noted(piece: FilePiece, told: Callable[[int], None], **how: bool) -> bytes:
         read.append(piece.end - piece.start)
         return hash_piece(piece, told, **how)
 
@@ -60,7 +60,7 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No file is read before this is set."""
     event = threading.Event()
 
-    def held(piece: Piece, told: Callable[[int], None], **how: bool) -> bytes:
+    def held(piece: FilePiece, told: Callable[[int], None], **how: bool) -> bytes:
         while not event.wait(0.01):
             told(0)
         return hash_piece(piece, told, **how)
@@ -271,7 +271,7 @@ def test_a_reading_that_was_broken_off_goes_on(folder: Path, monkeypatch: pytest
     (folder / "model-2.safetensors").write_bytes(bytes(250_000))
     reached, read = threading.Event(), set[Path]()
 
-    def stops_late(piece: Piece, told: Callable[[int], None], **how: bool) -> bytes:
+    def stops_late(piece: FilePiece, told: Callable[[int], None], **how: bool) -> bytes:
         if piece.path.name == "tokenizer.json" and not reached.is_set():
             reached.set()
             while True:

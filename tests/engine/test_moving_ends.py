@@ -16,7 +16,7 @@ from kvserve.core import (
 )
 from kvserve.engine import disk_cache
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,
     Result,
@@ -59,15 +59,15 @@ def test_a_long_row_that_leaves_a_shorter_one_behind_is_found_again(
         said = conversation_of(family)
         expected = cold(engine, short)
         generate(engine, turn(said.first))
-        beside: list[Generation] = []
+        beside: list[RequestHandle] = []
 
-        def act(running: Generation) -> None:
+        def act(running: RequestHandle) -> None:
             beside.append(engine.submit(request(short, NUM_ANSWER_TOKENS)))
             next(beside[0].batches(60))
             if ends == "cancelled":
                 running.cancel()
             else:
-                let_watchdog_end(monkeypatch, lambda row: row.generation is running)
+                let_watchdog_end(monkeypatch, lambda row: row.handle is running)
 
         found = while_it_answers(engine, turn(said.second), act)
         rest = collect(beside[0])
@@ -160,7 +160,7 @@ def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
         again = generate(engine, turn(said.third(), 4))[0]
         collect(other)  # it stands on what it began with as long as it runs
         check(engine)
-    assert [row.generation.request.prompt.ids for row in rows] == [tuple(said.second)] and moves["out"] >= 2
+    assert [row.handle.request.prompt.ids for row in rows] == [tuple(said.second)] and moves["out"] >= 2
     assert_exact(found, said.expected)
     assert cached(again) == len(said.second) + len(said.expected)
 
@@ -288,7 +288,7 @@ def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:
         said = conversation_of(family)
         generate(engine, replace(turn(said.first), owner="one"))
 
-        def do(_: Generation) -> None:
+        def do(_: RequestHandle) -> None:
             if act == "forget":
                 engine.forget(lambda name: name == "one")
             elif act == "clear":

@@ -9,10 +9,9 @@ import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, TokenSequence
 from kvserve.engine import snapshot
-from kvserve.engine.decode import Decoder
+from kvserve.engine.decode_group import Decoder
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.rows import Row
-from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import (
     CACHE,
@@ -105,20 +104,20 @@ def test_an_allocation_that_fails_for_good_costs_what_moved(
 @pytest.mark.parametrize("family", sampled(KINDS, {"qwen3_5"}))
 def test_a_row_that_fails_by_itself_leaves_what_it_took_over(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own sampler broke, not its KV."""
-    real = Scheduler._decoder
+    real = Decoder.of
 
-    def broken(self: Scheduler, row: Row) -> Decoder:
+    def broken(row: Row, vocab_size: int) -> Decoder:
         def fail(tokens: mx.array, logits: mx.array) -> mx.array:
             if len(row.generated) >= 3:
                 raise ValueError("no token may follow")
             return logits
 
-        return replace(real(self, row), processors=[fail])
+        return replace(real(row, vocab_size), processors=[fail])
 
     with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine, moves_counted() as moves:
         said = conversation_of(family)
         generate(engine, turn(said.first))
-        monkeypatch.setattr(Scheduler, "_decoder", broken)
+        monkeypatch.setattr(Decoder, "of", broken)
         failed = generate(engine, turn(said.second))[0]
         monkeypatch.undo()
         check(engine)
@@ -150,7 +149,7 @@ def test_nothing_leaves_for_a_row_that_is_not_kept() -> None:
         before = engine.cache_report().stats.num_stored_tokens
         generate(engine, replace(turn(prompt_of(600, 1)), ttl_seconds=0))
         assert engine.cache_report().stats.num_stored_tokens == before > 240
-        assert engine._memory is not None and engine._memory.pressures() == ()
+        assert engine._start.ledger is not None and engine._start.ledger.pressures() == ()
 
 
 def test_quantised_kv_is_not_moved() -> None:
@@ -184,7 +183,7 @@ def test_rows_with_images_move(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         def step(self: Prefill, *args: Any) -> int:
             num_tokens = real(self, *args)
             if span.start < self.num_done < span.end:
-                self.row.generation.cancel()
+                self.row.handle.cancel()
             return num_tokens
 
         monkeypatch.setattr(Prefill, "step", step)

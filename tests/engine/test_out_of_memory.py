@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed
-from kvserve.engine.courier import Departing
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
+from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.snapshot import CacheLayout
+from kvserve.engine.token_dispatcher import SendingModule
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, MemoryExhausted
 from tests.engine.engines import generate, prompt_of, request, running_engine
@@ -93,7 +93,7 @@ def test_what_mlx_says_of_memory_is_understood(text: str) -> None:
     assert is_out_of_memory(TOO_LARGE) and not is_helped_by_room(TOO_LARGE)
     for other in (ValueError(text), RuntimeError("[concatenate] shapes differ"), BadRequest("out of memory")):
         assert not is_out_of_memory(other)
-        assert told(other, 1.0) is other
+        assert client_error(other, 1.0) is other
 
 
 def test_a_prefill_goes_on_without_what_nobody_uses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_a_step_that_fails_is_taken_again_by_all(engine: Engine, monkeypatch: py
     expected = [generate(engine, request(each, 30))[0].tokens for each in prompts]
     engine.clear_cache()
     keep_something(engine)
-    faults = Faults(monkeypatch, Departing, "__call__", 1, first=15)
+    faults = Faults(monkeypatch, SendingModule, "__call__", 1, first=15)
     found = generate(engine, *(request(each, 30) for each in prompts))
     assert faults.num_raised == 1
     assert [each.tokens for each in found] == expected
@@ -168,7 +168,7 @@ def test_of_a_step_that_fails_again_the_longest_row_fails(engine: Engine, monkey
     expected = [generate(engine, request(each, 30))[0].tokens for each in prompts]
     engine.clear_cache()
     # MLX describes a pass before it runs: steps with three rows fail.
-    Faults(monkeypatch, Departing, "__call__", 99, when=lambda _, tokens, **__: tokens.shape[0] == 3)
+    Faults(monkeypatch, SendingModule, "__call__", 99, when=lambda _, tokens, **__: tokens.shape[0] == 3)
     found = generate(engine, *(request(each, 30) for each in prompts))
     assert (found[0].tokens, found[2].tokens) == (expected[0], expected[2])
     expect_failure(found[1].end)

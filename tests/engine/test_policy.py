@@ -10,13 +10,12 @@ from kvserve.engine.policy import (
     CHUNK_SECONDS_ALONE,
     CHUNK_SECONDS_BESIDE_STREAMS,
     MAX_OVERTAKEN,
-    STRETCH_SECONDS_ALONE,
+    PREFILL_SLICE_SECONDS,
     candidates,
     first_token_seconds,
     plan,
 )
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Ending,
     Facts,
@@ -24,8 +23,9 @@ from kvserve.engine.policy_facts import (
     Machine,
     Pause,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
     Stream,
+    WaitingPrompt,
 )
 from tests.engine import scheduling_policies
 from tests.engine.scheduling_policies import Fair, FirstComeOldestShortest
@@ -117,111 +117,115 @@ def test_without_a_limit_only_clients_end_rows() -> None:
 # --- who enters -------------------------------------------------------------------------------------------------------
 
 
-def admitted(*applicants: Applicant[str]) -> str | None:
-    return plan(Facts(applicants=applicants)).admitted
+def admitted(*waiting_prompts: WaitingPrompt[str]) -> str | None:
+    return plan(Facts(waiting_prompts=waiting_prompts)).admitted
 
 
 def test_a_row_without_room_keeps_nobody_from_it() -> None:
-    large = Applicant("large", 9.0, 50_000, fits=False)
-    small = Applicant("small", 0.01, 20, fits=True)
+    large = WaitingPrompt("large", 9.0, 50_000, fits=False)
+    small = WaitingPrompt("small", 0.01, 20, fits=True)
     assert admitted(replace(large, fits=True), small) == "large"
     assert admitted(large, small) == "small"
 
 
 def test_nobody_passes_one_that_was_passed_often_enough() -> None:
     """It has the next room that is enough, so that a large row does not starve."""
-    large = Applicant("large", 9.0, 50_000, fits=False, num_overtaken=MAX_OVERTAKEN)
-    small = Applicant("small", 0.01, 20, fits=True)
+    large = WaitingPrompt("large", 9.0, 50_000, fits=False, num_overtaken=MAX_OVERTAKEN)
+    small = WaitingPrompt("small", 0.01, 20, fits=True)
     assert admitted(large, small) is None
     assert admitted(replace(large, num_overtaken=MAX_OVERTAKEN - 1), small) == "small"
     assert admitted(replace(large, fits=True), small) == "large"
 
 
 def test_nobody_passes_one_that_had_a_place_already() -> None:
-    back = Applicant("back", 0.1, 50_000, fits=False, is_back=True)
-    assert admitted(Applicant("small", 5.0, 20, fits=True), back) is None
-    passed = Applicant("passed", 9.0, 50_000, fits=True, num_overtaken=MAX_OVERTAKEN)
+    back = WaitingPrompt("back", 0.1, 50_000, fits=False, is_back=True)
+    assert admitted(WaitingPrompt("small", 5.0, 20, fits=True), back) is None
+    passed = WaitingPrompt("passed", 9.0, 50_000, fits=True, num_overtaken=MAX_OVERTAKEN)
     assert admitted(passed, back) is None
     assert admitted(replace(passed, fits=False), replace(back, fits=True)) == "back"
 
 
 def test_most_of_whose_prompt_is_known_enters_first_until_another_is_older() -> None:
     """Of sub-agents that come together the one whose trunk is there; age counts against what is left."""
-    ready = Applicant("ready", 1.0, 500, fits=True)
-    other = Applicant("other", 1.0, 20_000, fits=True)
+    ready = WaitingPrompt("ready", 1.0, 500, fits=True)
+    other = WaitingPrompt("other", 1.0, 20_000, fits=True)
     assert admitted(other, ready) == "ready"
     assert admitted(replace(other, waited_seconds=40.0), ready) == "other"
 
 
 def test_only_a_few_are_asked_about() -> None:
     """Whether there is room costs a look at the cache: the best are looked at."""
-    many = [Applicant(f"{number}", float(number), 100, fits=False) for number in range(40)]
+    many = [WaitingPrompt(f"{number}", float(number), 100, fits=False) for number in range(40)]
     assert [each.row for each in candidates(many)] == [f"{number}" for number in range(39, 31, -1)]
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-def work(*prompts: Prompt[str], streams: tuple[Stream[str], ...] = (), **machine: float) -> object:
+def work(*prompts: PromptFacts[str], streams: tuple[Stream[str], ...] = (), **machine: float) -> object:
     now = Machine(**{"tokens_per_second": 1000.0, **machine})
     return plan(Facts(prompts=prompts, streams=streams, machine=now)).work
 
 
 def test_a_prompt_is_as_urgent_as_the_most_urgent_that_waits_for_it() -> None:
     """E5: the oldest, the shortest and the one in the middle, for whose tokens a short row waits."""
-    rows = [Prompt("oldest", 900.0, 800), Prompt("awaited", 9_000.0, 8_000), Prompt("shortest", 500.0, 50)]
-    waiting = Prompt("waiting", 400.0, 40, awaits="awaited", num_awaited_tokens=400)
+    rows = [
+        PromptFacts("oldest", 900.0, 800),
+        PromptFacts("awaited", 9_000.0, 8_000),
+        PromptFacts("shortest", 500.0, 50),
+    ]
+    waiting = PromptFacts("waiting", 400.0, 40, awaits="awaited", num_awaited_tokens=400)
     assert work(*rows) == PrefillChunk("shortest", CHUNK_SECONDS_ALONE)
     assert work(*rows, waiting) == PrefillChunk("awaited", CHUNK_SECONDS_ALONE)
 
 
 def test_what_cannot_compute_is_nobodys_turn() -> None:
     """A row that the disk is reading for, and one that waits for a row: others go on, or everybody pauses."""
-    held = Prompt("held", 1.0, 10, is_held=True)
+    held = PromptFacts("held", 1.0, 10, is_held=True)
     assert work(held) == Pause()
-    assert work(held, Prompt("other", 5.0, 10)) == PrefillChunk("other", CHUNK_SECONDS_ALONE)
+    assert work(held, PromptFacts("other", 5.0, 10)) == PrefillChunk("other", CHUNK_SECONDS_ALONE)
     assert work(held, streams=(READER,)) == DecodeStep(is_for_all=False)
 
 
 def test_streams_get_what_they_are_owed_before_a_prompt_goes_on() -> None:
     """The first step behind a chunk is for all of them, whoever's turn it is."""
-    long = Prompt("long", 1e6, 100_000)
+    long = PromptFacts("long", 1e6, 100_000)
     chunk = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS)
     assert work(long, streams=(READER,)) == chunk
     rest = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS - 0.1)
-    assert work(long, streams=(READER,), owed_seconds=-0.1, stretch_seconds=0.1) == rest
-    assert work(long, streams=(READER,), owed_seconds=-0.9, stretch_seconds=0.25) == PrefillChunk("long", 0.9)
-    assert work(long, streams=(READER,), owed_seconds=0.25, stretch_seconds=0.25) == DecodeStep(is_for_all=True)
+    assert work(long, streams=(READER,), owed_seconds=-0.1, slice_seconds=0.1) == rest
+    assert work(long, streams=(READER,), owed_seconds=-0.9, slice_seconds=0.25) == PrefillChunk("long", 0.9)
+    assert work(long, streams=(READER,), owed_seconds=0.25, slice_seconds=0.25) == DecodeStep(is_for_all=True)
     assert work(long, streams=(READER,), owed_seconds=0.2) == DecodeStep(is_for_all=False)
 
 
 def test_short_prompts_that_come_together_enter_together() -> None:
     """What is left of a chunk's time beside streams; and before anybody reads, for a while."""
-    short = Prompt("short", 90.0, 100)
-    beside = work(short, streams=(READER, FRESH), owed_seconds=0.1, stretch_seconds=0.1)
+    short = PromptFacts("short", 90.0, 100)
+    beside = work(short, streams=(READER, FRESH), owed_seconds=0.1, slice_seconds=0.1)
     assert beside == PrefillChunk("short", CHUNK_SECONDS_BESIDE_STREAMS - 0.1)
-    assert work(short, streams=(READER,), owed_seconds=0.2, stretch_seconds=0.2) == DecodeStep(is_for_all=True)
-    assert work(short, streams=(FRESH,), stretch_seconds=0.5) == PrefillChunk("short", STRETCH_SECONDS_ALONE - 0.5)
-    assert work(short, streams=(FRESH,), stretch_seconds=1.2) == DecodeStep(is_for_all=True)
+    assert work(short, streams=(READER,), owed_seconds=0.2, slice_seconds=0.2) == DecodeStep(is_for_all=True)
+    assert work(short, streams=(FRESH,), slice_seconds=0.5) == PrefillChunk("short", PREFILL_SLICE_SECONDS - 0.5)
+    assert work(short, streams=(FRESH,), slice_seconds=1.2) == DecodeStep(is_for_all=True)
 
 
 def test_nobody_is_kept_from_a_first_token_that_equal_shares_would_have_given() -> None:
-    """A title request beside longer ones: they end within the stretch, but it has waited long enough."""
-    short = Prompt("short", 900.0, 500)
-    assert isinstance(work(short, streams=(FRESH,), fair_now=163.0, stretch_seconds=0.1), PrefillChunk)
-    assert work(short, streams=(FRESH,), fair_now=164.0, stretch_seconds=0.1) == DecodeStep(is_for_all=True)
+    """A title request beside longer ones: they end within the slice, but it has waited long enough."""
+    short = PromptFacts("short", 900.0, 500)
+    assert isinstance(work(short, streams=(FRESH,), fair_now=163.0, slice_seconds=0.1), PrefillChunk)
+    assert work(short, streams=(FRESH,), fair_now=164.0, slice_seconds=0.1) == DecodeStep(is_for_all=True)
 
 
 def test_a_long_prompt_keeps_nobody_from_a_first_token() -> None:
-    assert work(Prompt("long", 1e6, 50_000), streams=(FRESH,)) == DecodeStep(is_for_all=True)
+    assert work(PromptFacts("long", 1e6, 50_000), streams=(FRESH,)) == DecodeStep(is_for_all=True)
 
 
 def test_what_is_told_of_first_tokens() -> None:
     """Each behind those that are more urgent; what one computes for another counts there, and once."""
     prompts = (
-        Prompt("long", 9_000.0, 8_000),
-        Prompt("waiting", 500.0, 100, awaits="long", num_awaited_tokens=400),
-        Prompt("short", 50.0, 50),
+        PromptFacts("long", 9_000.0, 8_000),
+        PromptFacts("waiting", 500.0, 100, awaits="long", num_awaited_tokens=400),
+        PromptFacts("short", 50.0, 50),
     )
     facts = Facts(prompts=prompts, machine=Machine(tokens_per_second=1000.0))
     assert first_token_seconds(facts, 0.5) == pytest.approx({"short": 0.05, "waiting": 0.55, "long": 8.15})

@@ -4,10 +4,10 @@ import mlx.core as mx
 import pytest
 
 from kvserve.engine import prefill as prefill_module
-from kvserve.engine.cache_records import Tenancy
+from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.prefill import FIRST_CHUNK_TOKENS, NUM_NEWEST_CHUNKS, ChunkLength, Prefill
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import prompt_of, request
 from tests.models import tiny_model
 
@@ -71,8 +71,8 @@ CHUNK_TOKENS = 64
 
 def buffers_left_behind(model: LoadedModel, num_tokens: int) -> list[int]:
     """Bytes that MLX holds for reuse after each chunk of a prompt, where nothing limits it, as on a GPU."""
-    row = Row(Generation(request(prompt_of(num_tokens), 1)), lambda: None)
-    prefill = Prefill(row, Tenancy(row, None, None), model.new_caches(), 0)  # type: ignore[arg-type]
+    row = Row(RequestHandle(request(prompt_of(num_tokens), 1)), lambda: None)
+    prefill = Prefill(row, CacheLease(row, None, None), model.new_caches(), 0)  # type: ignore[arg-type]
     limit = mx.set_cache_limit(2**33)
     mx.clear_cache()
     found = []

@@ -283,7 +283,7 @@ def _leave_during_the_pass(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 
     def left(group: Sequence[Prefill], *given: Any) -> int:
         num_tokens = real(group, *given)
-        group[1].row.generation.cancel()
+        group[1].row.handle.cancel()
         return num_tokens
 
     monkeypatch.setattr(prefill_pool, "step_together", left)

@@ -364,7 +364,7 @@ def test_the_tier_is_never_above_its_budget(
     """Not for a moment, though live rows stand on more than fits: the rest is not kept, and no token changes."""
     prompts = [prompt_of(400, seed) for seed in range(3)]
     alone = [cold(engine, prompt, 8) for prompt in prompts]
-    max_bytes, peak = int(share * engine.wait_until_ready().row_bytes(400)), 0
+    max_bytes, peak = int(share * engine.wait_until_ready().sizes.held(400)), 0
     put = RamTier.put
 
     def watched(tier: RamTier, *arguments: Any) -> None:

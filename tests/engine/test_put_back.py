@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, TokenDelta
-from kvserve.engine import decode, row_outline
+from kvserve.engine import decode, row_outline, turn_order
 from kvserve.engine import rows as rows_module
-from kvserve.engine import turns as turns_module
+from kvserve.engine.admission import Admission
 from kvserve.engine.cache_records import Totals
-from kvserve.engine.drawn_token import drawn_token
-from kvserve.engine.entrance import Entrance
+from kvserve.engine.decode_group import drawn_token
 from kvserve.engine.rows import Row
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
@@ -149,12 +148,12 @@ def test_a_seeded_row_that_is_put_back_draws_on(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_time_that_a_row_waits_again_is_not_the_watchdogs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes nothing then: a row that waited for another one's long answer was ended for it."""
-    late_seconds, real, prompt = 0, Entrance.admits, prompt_of(70, 1)
+    late_seconds, real, prompt = 0, Admission.admits, prompt_of(70, 1)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_seconds)
     monkeypatch.setattr(rows_module, "time", clock)
-    monkeypatch.setattr(turns_module, "time", clock)
+    monkeypatch.setattr(turn_order, "time", clock)
 
-    def admits(self: Entrance, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
+    def admits(self: Admission, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
         nonlocal late_seconds
         if row.generated and not late_seconds:
             late_seconds = 1000
@@ -164,7 +163,7 @@ def test_the_time_that_a_row_waits_again_is_not_the_watchdogs(monkeypatch: pytes
     with running_engine(watchdog_seconds=500) as engine, put_backs_counted() as rows:
         alone = with_row_beside(engine, request(prompt, 12))
         put_back_after(3, prompt, monkeypatch)
-        monkeypatch.setattr(Entrance, "admits", admits)
+        monkeypatch.setattr(Admission, "admits", admits)
         computing, waiting = generate(engine, request(BESIDE, NUM_ANSWER_TOKENS), request(prompt, 12))
     assert len(rows) == 1
     assert isinstance(computing.end, GenerationDone) and isinstance(waiting.end, GenerationDone)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from kvserve.engine.quantised import BatchPackedCache, PackedCache, Quantiser, Scheme, Uniform
-from kvserve.engine.turboquant import Turbo
+from kvserve.engine.quantised import BatchPackedCache, PackedCache, Quantiser, Scheme, Turbo, Uniform
 from tests.laws import num_examples
 
 HEADS, WIDTH = 2, 32

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ConcatenateKVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, Grammar, TokenDelta
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import decode_group
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.sampling import sampler_for
 from kvserve.engine.solo import SoloGenerator
@@ -202,13 +202,13 @@ def test_the_watchdog_ends_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_whose_sampler_raises_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
     quiet = generate(engine, request(PROMPTS[0], NUM_TOKENS), request(PROMPTS[2], NUM_TOKENS))
-    real = scheduler_module.sampler_for
+    real = decode_group.sampler_for
 
     def breaking(params: Any, *more: int) -> Any:
         sampler, calls = real(params, *more), iter(range(100))
         return (lambda logprobs: 1 / 0 if next(calls) == 4 else sampler(logprobs)) if params.seed == 13 else sampler
 
-    monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
+    monkeypatch.setattr(decode_group, "sampler_for", breaking)
     broken = request(PROMPTS[1], NUM_TOKENS, temperature=1.0, seed=13)
     left, failed, right = generate(engine, request(PROMPTS[0], NUM_TOKENS), broken, request(PROMPTS[2], NUM_TOKENS))
     assert isinstance(failed.end, GenerationFailed) and len(failed.tokens) == 4

@@ -11,8 +11,8 @@ from kvserve.cache.node import Node
 from kvserve.cache.trie import Trie
 from kvserve.core import GenerationRequest, ImageFacts, ImageInput, TokenSequence
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.vision_tower import Features, Tower
+from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warming import WarmJob, WarmSettings
 from kvserve.engine.worker import Engine
 from tests.engine.engines import MESSAGE_TOKENS, cached, generate, prompt_of, running_engine, turn
@@ -98,14 +98,14 @@ def engine() -> Iterator[Engine]:
 def test_nobody_waits_for_another_tenants_prefill(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """To wait would give nothing, and take as long as the other one's prompt takes."""
     waits: list[tuple[str, bool]] = []
-    real = PrefixCache.wait_for
+    real = WaitingForPrefix._wait_for
 
-    def noted(self: PrefixCache, row: Any, prefilling: Any) -> Any:
-        answer = real(self, row, prefilling)
+    def noted(self: WaitingForPrefix, row: Any, prefills: Any) -> Any:
+        answer = real(self, row, prefills)
         waits.append((row.request.partition, answer is not None))
         return answer
 
-    monkeypatch.setattr(PrefixCache, "wait_for", noted)
+    monkeypatch.setattr(WaitingForPrefix, "_wait_for", noted)
     generate(engine, asked(ONE), asked(OTHER))
     assert {partition for partition, has_waited in waits if has_waited} == set()
     generate(engine, asked(ONE, prompt_of(292, 7)), asked(ONE, prompt_of(292, 7)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvserve.engine.time_share import WINDOW_SECONDS, TimeShare
+from kvserve.engine.warming import WINDOW_SECONDS, TimeShare
 
 
 class Clock:

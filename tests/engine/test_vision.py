@@ -53,8 +53,8 @@ class Sighted:
 
     @property
     def num_tower_calls(self) -> int:
-        assert self.model.sight is not None
-        return self.model.sight.tower.num_calls
+        assert self.model.vision is not None
+        return self.model.vision.tower.num_calls
 
 
 of_all = pytest.mark.parametrize("sighted", VISION, indirect=True)
@@ -205,8 +205,8 @@ def test_the_tower_looks_at_each_image_once(sighted: Sighted) -> None:
 
 def test_the_decoder_is_loaded_once(sighted: Sighted) -> None:
     """The tower's half has no weights of the decoder but those that it shares with it."""
-    assert sighted.model.sight is not None
-    language = sighted.model.sight.language
+    assert sighted.model.vision is not None
+    language = sighted.model.vision.language
     decoder = sighted.model.module
     assert not isinstance(decoder, type(None))
     shared = {id(array) for _, array in _flat(decoder)}

@@ -93,7 +93,7 @@ def test_a_client_that_leaves_inside_an_image_leaves_no_cut_image(asked: Asked) 
     """What is kept ends before the image; who asks again finds that and writes what a cold engine writes."""
     start = asked.prompted.tokens.images[0].start
     with pytest.MonkeyPatch.context() as patch:
-        inside_image(asked.prompted, patch, lambda prefill: prefill.row.generation.cancel())
+        inside_image(asked.prompted, patch, lambda prefill: prefill.row.handle.cancel())
         [left] = generate(asked.engine, asked.prompted.request())
     assert left.tokens == ()
     assert asked.engine.cache_report().stats.num_stored_tokens <= start

@@ -25,7 +25,7 @@ def test_weights_are_in_memory_once(family: str) -> None:
     before = mx.get_active_memory()
     with running_engine(family) as engine:
         model = engine.wait_until_ready(0)
-        assert model.sight is not None and model.sight.num_bytes > 0
+        assert model.vision is not None and model.vision.num_bytes > 0
         gc.collect()
         taken = mx.get_active_memory() - before
         print(f"{family}: {taken:,} bytes in memory, {num_bytes:,} in files")
@@ -46,7 +46,7 @@ def test_a_checkpoint_without_its_tower_answers_text(tmp_path: Path) -> None:
     engine.start()
     try:
         model = engine.wait_until_ready(60)
-        assert model.sight is None and model.cache_support.image_rule is None
+        assert model.vision is None and model.cache_support.image_rule is None
         assert any("sees no images" in note for note in model.cache_support.notes)
         assert generate(engine, wanted)[0].tokens == expected.tokens
     finally:
@@ -73,5 +73,5 @@ def test_a_family_whose_positions_are_counted_otherwise_refuses_images(monkeypat
     monkeypatch.setattr(vision_check._Trial, "wrong_positions", lambda self: "it counts otherwise")
     with running_engine("qwen3_vl") as engine:
         model = engine.wait_until_ready(0)
-        assert model.sight is None
+        assert model.vision is None
         assert any("it counts otherwise" in note for note in model.cache_support.notes)

@@ -19,8 +19,8 @@ def test_memory_stays_flat(num_images: int, side: int) -> None:
     cache = replace(CACHE, max_bytes=kv_bytes)
     with running_engine("qwen3_vl", cache=cache, image_feature_bytes=feature_bytes) as engine:
         sighted = Sighted("qwen3_vl", engine)
-        assert sighted.model.sight is not None
-        tower = sighted.model.sight.tower
+        assert sighted.model.vision is not None
+        tower = sighted.model.vision.tower
         seen: list[int] = []
         for seed in range(num_images):
             generate(engine, sighted.writer.prompt("What is this?", picture(seed, side, side)).request(2))
@@ -48,8 +48,8 @@ def test_what_was_forgotten_is_looked_at_again() -> None:
 def test_equal_ids_of_an_image_are_one_object() -> None:
     """Of an image of thousands of tokens its ids take eight bytes each, as the server counts them."""
     with running_engine("qwen3_5_vl") as engine:
-        sight = engine.wait_until_ready(0).sight
-        assert sight is not None
-        ids = sight.reader(picture(1, 128, 128)).facts.ids
+        vision = engine.wait_until_ready(0).vision
+        assert vision is not None
+        ids = vision.reader(picture(1, 128, 128)).facts.ids
     assert min(ids) > 256, "Python keeps one object of each smaller number anyway"
     assert len({id(token) for token in ids}) == len(set(ids)) < len(ids)

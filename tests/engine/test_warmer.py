@@ -12,7 +12,7 @@ import pytest
 from kvserve.core import GenerationDone, GenerationRequest, MessageStart, TokenSequence
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefill import Prefill
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.warmer import MAX_JOBS, Warmer
 from kvserve.engine.warming import Warming, WarmJob, WarmKind, WarmReport, WarmResult, WarmSettings
@@ -176,7 +176,7 @@ def watched_chunks(on_chunk: Callable[[str, int], None]) -> Iterator[None]:
 def test_a_request_waits_for_one_chunk_at_most(family: str) -> None:
     """It comes while a chunk is computed: the next one is its own, and the job goes on when it has its answer."""
     chunks: list[str] = []
-    submitted: list[Generation] = []
+    submitted: list[RequestHandle] = []
     tokens, other = prompt_of(532), prompt_of(100, 5)
     with running_engine(family, warming=AT_ONCE, prefill_step_size=64) as engine:
         expected = cold(engine, other, 8)
@@ -203,7 +203,7 @@ def test_a_request_waits_for_one_chunk_at_most(family: str) -> None:
 
 def test_a_request_finds_what_was_computed_of_its_own_beginning() -> None:
     """The request that a job was for comes while it is computed: it starts from there."""
-    submitted: list[Generation] = []
+    submitted: list[RequestHandle] = []
     tokens = prompt_of(800)
 
     def on_chunk(_name: str, number: int) -> None:
@@ -304,8 +304,8 @@ def test_a_job_that_cannot_be_put_down_has_failed(dense: Engine, monkeypatch: py
     """The request that comes meanwhile has nothing to do with it, and it does not wait for another attempt."""
     put_down = Warmer._put_down
 
-    def broken(self: Warmer, stint: Any) -> None:
-        put_down(self, stint)
+    def broken(self: Warmer, active: Any) -> None:
+        put_down(self, active)
         raise KeyError("a")
 
     def interrupted(scheduler: Any) -> tuple[Warming, int]:

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, TokenDelta
-from kvserve.engine import prefill_pool
+from kvserve.engine import prefill_pool, turn_order
 from kvserve.engine import rows as rows_module
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import turns as turns_module
-from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.disk_cache import Hold
+from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
+from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.errors import NoProgress
 from tests.engine.engines import cached, collect, generate, held, prompt_of, request, running_engine
 
@@ -32,7 +31,7 @@ class SlowClock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.late_seconds = 0.0
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self.late_seconds, perf_counter=time.perf_counter)
-        for module in (rows_module, turns_module, prefill_pool):
+        for module in (rows_module, turn_order, prefill_pool):
             patch.setattr(module, "time", clock)
 
 
@@ -115,7 +114,7 @@ def test_a_row_that_makes_no_progress_is_ended_and_goes_on_where_it_was(
 def test_a_row_that_waits_for_what_never_comes_is_ended(clock: SlowClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that never answers, say: nothing was computed for it, though nobody else was before it."""
     with running_engine(watchdog_seconds=LIMIT_SECONDS) as engine:
-        monkeypatch.setattr(Arrivals, "_is_restoring", lambda *_: True)
+        monkeypatch.setattr(WaitingForPrefix, "_is_restoring", lambda *_: True)
         waiting = engine.submit(request(SLOW_PROMPT, 4))
         engine.cache_report()
         clock.late_seconds += LIMIT_SECONDS + 1
@@ -127,19 +126,19 @@ def test_a_prompt_that_is_computed_again_does_not_count_either(
     clock: SlowClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch broke, and nothing of the prompt was kept: its answer ended in its middle."""
-    at_start, num_broken = DecodePool._at_start, 0
+    real, num_broken = DecodePool._next, 0
 
     def breaking(pool: DecodePool, group: Any) -> Any:
         nonlocal num_broken
         if not num_broken and any(len(row.generated) == 3 for row in group.rows.values()):
             num_broken += 1
             raise RuntimeError("the batch broke")
-        return at_start(pool, group)
+        return real(pool, group)
 
     wanted = replace(request(SLOW_PROMPT, 8), ttl_seconds=0)
     with running_engine(watchdog_seconds=LIMIT_SECONDS, prefill_step_size=16) as engine:
         [alone] = generate(engine, wanted)
-        monkeypatch.setattr(DecodePool, "_at_start", breaking)
+        monkeypatch.setattr(DecodePool, "_next", breaking)
         slow_chunks(clock, monkeypatch, 40)
         [found] = generate(engine, wanted)
     assert num_broken == 1 and clock.late_seconds >= 2000
@@ -153,11 +152,11 @@ def test_a_row_that_the_disk_still_gives_something_is_not_ended(
     """A long prompt on a slow disk: all of it takes longer than the limit, no part of it does."""
     num_parts = 0
 
-    def slow(_: PrefixCache, hold: Hold) -> bool:
+    def slow(_: PrefixCache, pinned: PinnedPrefix) -> bool:
         nonlocal num_parts
         num_parts += 1
         clock.late_seconds += 100
-        hold.num_restored_tokens += 16
+        pinned.num_restored_tokens += 16
         return num_parts < 12
 
     with running_engine(watchdog_seconds=LIMIT_SECONDS) as engine:
@@ -183,7 +182,7 @@ def test_a_row_that_waits_for_what_streams_are_owed_is_not_ended(
     with running_engine(watchdog_seconds=LIMIT_SECONDS, prefill_step_size=16, stream_share=0.9) as engine:
         stream = engine.submit(request(prompt_of(17), 100_000))
         next(each for each in stream.batches(60) if any(isinstance(event, TokenDelta) for event in each))
-        rows: list[Generation] = []
+        rows: list[RequestHandle] = []
         step = Prefill.step
 
         def slow(prefill: Prefill, *arguments: Any) -> int:

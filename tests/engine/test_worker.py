@@ -12,14 +12,14 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
-from kvserve.engine import admission, policy
+from kvserve.engine import admission, decode_group, engine_start, policy
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import worker as worker_module
-from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.engine.worker import Engine
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
 from tests.engine.engines import (
@@ -51,7 +51,7 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def first_token(generation: Generation) -> None:
+def first_token(generation: RequestHandle) -> None:
     """Wait until a row streams."""
     for batch in generation.batches(30):
         if any(isinstance(event, TokenDelta) for event in batch):
@@ -117,7 +117,7 @@ def test_a_cancelled_row_is_gone_within_one_step(
     monkeypatch: pytest.MonkeyPatch, prompt_tokens: int, max_tokens: int
 ) -> None:
     """From the moment on at which the client is gone the model computes one step at most for nobody."""
-    rows: list[Generation] = []
+    rows: list[RequestHandle] = []
     num_calls = num_calls_at_leave = 0
     with running_engine(prefill_step_size=64) as engine:
         module = engine.wait_until_ready().module
@@ -189,12 +189,12 @@ def test_more_rows_than_a_generators_default_all_decode() -> None:
 
 def test_a_rows_clock_starts_with_its_own_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are admitted together compute one after the other; what they wait for each other is queueing."""
-    seen: dict[Generation, tuple[float, float]] = {}
+    seen: dict[RequestHandle, tuple[float, float]] = {}
     ended_at, step = 0.0, Prefill.step
 
     def watched(prefill: Prefill, *arguments: Any) -> int:
         nonlocal ended_at
-        seen.setdefault(prefill.row.generation, (prefill.row.submitted_at, ended_at))
+        seen.setdefault(prefill.row.handle, (prefill.row.submitted_at, ended_at))
         num_tokens = step(prefill, *arguments)
         ended_at = time.monotonic()
         return num_tokens
@@ -222,7 +222,7 @@ def test_an_answer_that_would_outgrow_the_memory_ends_before(monkeypatch: pytest
     monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 4)
     lines: list[str] = []
     with running_engine(max_batch_bytes=2**19, report=lines.append) as engine:
-        budget = engine._budget(engine.wait_until_ready())
+        budget = engine._settings.budget(engine.wait_until_ready())
         most = budget.most_tokens(10**6)
         [result] = generate(engine, request(prompt_of(most - 20), 100_000))
         pressures = engine.status.memory.pressures if engine.status.memory is not None else ()
@@ -242,7 +242,7 @@ def test_rows_that_outgrow_their_memory_wait_and_lose_nothing(monkeypatch: pytes
     budget_bytes = 2.4 * (sizes.peak(100) + sizes.copied(sizes.peak(100)))
     step = DecodePool.step
 
-    def watched(pool: DecodePool) -> Step:
+    def watched(pool: DecodePool) -> DecodeResult:
         held_bytes.append(pool.held_bytes() + sizes.copied(pool.held_bytes()))
         return step(pool)
 
@@ -255,7 +255,7 @@ def test_rows_that_outgrow_their_memory_wait_and_lose_nothing(monkeypatch: pytes
 
 def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
-    real = scheduler_module.sampler_for
+    real = decode_group.sampler_for
 
     def breaking(params, *more):
         sampler = real(params, *more)
@@ -266,7 +266,7 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
     with running_engine() as engine:
         quiet = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
-        monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
+        monkeypatch.setattr(decode_group, "sampler_for", breaking)
         rows = [
             request(prompt_of(40), 24),
             request(prompt_of(50, 2), 24, temperature=1.0, seed=13),
@@ -337,7 +337,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
 
 def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long prompt prefills, a running stream receives a token at least once per reported chunk. A fast machine
-    computes several chunks in what a stretch may last, so a stretch is one chunk here."""
+    computes several chunks in what a slice may last, so a slice is one chunk here."""
     monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
@@ -350,8 +350,8 @@ def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.M
     assert num_tokens >= num_chunks
 
 
-@pytest.mark.parametrize("departs", sampled([True, False], [True]))
-def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
+@pytest.mark.parametrize("sends", sampled([True, False], [True]))
+def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
     """What a stream wrote is on its way before other rows enter, compute a chunk or leave what they have; the control
     does not see to it."""
     monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.01)  # a step between two chunks
@@ -362,44 +362,44 @@ def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch,
             real = getattr(owner, name)
 
             def looked(*given: Any, **named: Any) -> Any:
-                num_left.append(len(engine._courier._bag))
+                num_left.append(len(engine._dispatcher._waiting))
                 return real(*given, **named)
 
             monkeypatch.setattr(owner, name, looked)
 
-        if not departs:
-            engine._ask(lambda scheduler: setattr(scheduler, "_depart", lambda: None))
+        if not sends:
+            engine._ask(lambda scheduler: setattr(scheduler, "_send_tokens", lambda: None))
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
-        for owner, name in ((Prefill, "step"), *((PrefixCache, name) for name in ("hold", "enter", "finish"))):
+        for owner, name in ((Prefill, "step"), *((PrefixCache, name) for name in ("pin", "enter", "finish"))):
             look(owner, name)
         collect(engine.submit(request(prompt_of(1000), 4)))
         running.cancel()
         collect(running)
     assert len(num_left) >= 1000 // 128
-    assert any(num_left) != departs
+    assert any(num_left) != sends
 
 
-def test_no_token_waits_for_an_errand() -> None:
+def test_no_token_waits_for_a_call() -> None:
     """While the engine stands still between two steps, its streams have all that was written."""
     with running_engine() as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
         for _ in range(3):  # the first one waits for nothing
             first_token(running)
         with held(engine):
-            wait_for(lambda: engine._inbox.empty() and not engine._courier._bag, seconds=20)
+            wait_for(lambda: engine._inbox.empty() and not engine._dispatcher._waiting, seconds=20)
         running.cancel()
         collect(running)
 
 
 def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four short prompts are prefilled within one stretch: the first step that any of them gets has all four."""
+    """Four short prompts are prefilled within one slice: the first step that any of them gets has all four."""
     monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
-    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(policy, "PREFILL_SLICE_SECONDS", 30.0)
     num_rows_per_step: list[int] = []
     step_all = DecodePool.step_all
 
-    def counted(pool: DecodePool) -> Step:
+    def counted(pool: DecodePool) -> DecodeResult:
         num_rows_per_step.append(pool.num_rows)
         return step_all(pool)
 
@@ -411,13 +411,13 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
 
 
 def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine looks for new requests before it ends a stretch of prefill: the first decode step has both rows."""
-    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
+    """The engine looks for new requests before it ends a slice of prefill: the first decode step has both rows."""
+    monkeypatch.setattr(policy, "PREFILL_SLICE_SECONDS", 30.0)
     num_rows_per_step: list[int] = []
     step_all, step = DecodePool.step_all, Prefill.step
     rows = []
 
-    def counted(pool: DecodePool) -> Step:
+    def counted(pool: DecodePool) -> DecodeResult:
         num_rows_per_step.append(pool.num_rows)
         return step_all(pool)
 
@@ -436,7 +436,7 @@ def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(mo
     assert num_rows_per_step == [2]
 
 
-@pytest.mark.parametrize(("part", "broken"), [(PrefixCache, "hold"), (PrefixCache, "make_room"), (KvRoom, "make_some")])
+@pytest.mark.parametrize(("part", "broken"), [(PrefixCache, "pin"), (PrefixCache, "make_room"), (KvRoom, "make_some")])
 def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
     part: type, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +468,7 @@ def test_what_a_cancelled_prefill_computed_is_kept(family: str, monkeypatch: pyt
         def left(prefill: Prefill, *arguments: Any) -> int:
             num_tokens = step(prefill, *arguments)
             if prefill.num_done >= 320:
-                prefill.row.generation.cancel()
+                prefill.row.handle.cancel()
             return num_tokens
 
         with monkeypatch.context() as patch:
@@ -555,7 +555,7 @@ def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pyte
 
 def test_whatever_goes_wrong_while_loading_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that nobody foresaw ends the start with a message, not with a server that loads for ever."""
-    monkeypatch.setattr(worker_module, "PrefixCache", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine_start, "PrefixCache", lambda *_: 1 / 0)
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match="ZeroDivisionError"):

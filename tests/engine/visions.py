@@ -102,9 +102,9 @@ class Writer:
         folder = tiny_model(family)
         tokenizer = load_tokenizer(folder)
         template = ChatTemplate(tokenizer)
-        assert model.sight is not None, model.cache_support.notes
+        assert model.vision is not None, model.cache_support.notes
         assert template.image_words is not None
-        images = Images(model.sight.reader, model.sight.reader.words(template.image_words))
+        images = Images(model.vision.reader, model.vision.reader.words(template.image_words))
         stitcher = Stitcher.of(tokenizer, template, learn_markers(tokenizer, template))
         return cls(tokenizer, template, stitcher, images, folder)
 

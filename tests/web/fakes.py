@@ -26,7 +26,7 @@ from kvserve.core import (
     Usage,
     Waiting,
 )
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.errors import NotFound, RequestError
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
@@ -101,12 +101,12 @@ class ScriptedTurn:
 
 
 class BroughtTurn(ScriptedTurn):
-    """Words that another thread brings, as the engine's courier does: the script is what each token says, or raises."""
+    """Words that another thread brings, as the engine's does: the script is what each token says, or raises."""
 
     def __init__(self, request_id: RequestId, script: tuple[object, ...]) -> None:
         super().__init__(request_id, script)
         request = GenerationRequest(request_id, TokenSequence((1, 2, 3)), len(script), SamplingParams(), frozenset())
-        self.generation = Generation(request)
+        self.generation = RequestHandle(request)
         self.threads: list[str] = []
 
     def wait(self, seconds: float, read: Callable[[], bool]) -> None:

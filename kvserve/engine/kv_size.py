@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class RowBytes:
+class KvSize:
     """Sizes of one row: `fixed` for windows and states, `per_token` in full precision, `per_packed_token` quantised.
     `slot_tokens` are places that its caches hold ahead, `copy_share` is the part of a batch that is there twice while a
     row joins, leaves or outgrows its places.

@@ -6,6 +6,8 @@ from typing import Any
 from mlx_lm.models.cache import CacheList
 
 
-def leaves(caches: Iterable[Any]) -> list[Any]:
+def flat_caches(caches: Iterable[Any]) -> list[Any]:
     """Every cache that is no list of caches, in order."""
-    return [leaf for cache in caches for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+    return [
+        leaf for cache in caches for leaf in (flat_caches(cache.caches) if isinstance(cache, CacheList) else [cache])
+    ]

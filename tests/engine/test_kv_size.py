@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.kv_size import KvSize
 
-FULL = RowBytes(fixed=100, per_token=8)
-PACKED = RowBytes(fixed=100, per_token=8, per_packed_token=2, packed_from=50)
+FULL = KvSize(fixed=100, per_token=8)
+PACKED = KvSize(fixed=100, per_token=8, per_packed_token=2, packed_from=50)
 
 
 def test_without_quantisation_every_token_costs_the_same() -> None:

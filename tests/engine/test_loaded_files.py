@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.engine.census import MEMORY_FILE, census, differing
+from kvserve.engine.loaded_files import MEMORY_FILE, differing, file_stamps
 from kvserve.engine.model import load
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.prompt.tokenizer import load_tokenizer
@@ -75,20 +75,20 @@ def put(folder: Path, name: str, text: str = "x") -> Path:
 @pytest.mark.parametrize("name", READ)
 def test_what_a_loader_may_read_counts(folder: Path, name: str) -> None:
     """That it is there, and each change of it."""
-    before = census(folder)
+    before = file_stamps(folder)
     path = put(folder, name)
-    with_it = census(folder)
+    with_it = file_stamps(folder)
     assert differing(before, with_it) == Path(name)
     path.write_text("xy")
-    assert differing(with_it, census(folder)) == Path(name)
+    assert differing(with_it, file_stamps(folder)) == Path(name)
 
 
 @pytest.mark.parametrize("name", NOT_READ)
 def test_what_no_loader_reads_does_not_count(folder: Path, name: str) -> None:
     """Documentation, hidden files, kvserve's own, other programs' weights in subfolders: they come and go."""
-    before = census(folder)
+    before = file_stamps(folder)
     put(folder, name)
-    assert differing(before, census(folder)) is None
+    assert differing(before, file_stamps(folder)) is None
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_what_no_loader_reads_does_not_count(folder: Path, name: str) -> None:
 def test_a_change_shows_also_where_times_were_set_back(folder: Path, change: Callable[[Path], object]) -> None:
     """Size and time of contents are those of before."""
     path = folder / "model.safetensors"
-    before, was = census(folder), path.stat()
+    before, was = file_stamps(folder), path.stat()
     change(path)
     for each in folder.iterdir():
         if each.stat().st_size == was.st_size:
             os.utime(each, ns=(was.st_atime_ns, was.st_mtime_ns))
-    assert differing(before, census(folder)) is not None
+    assert differing(before, file_stamps(folder)) is not None
 
 
 def test_links_are_followed(folder: Path, tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_links_are_followed(folder: Path, tmp_path: Path) -> None:
         path.symlink_to(blobs / path.name)
     (folder / "circle").symlink_to(folder)
     (folder / "nowhere.json").symlink_to(tmp_path / "nowhere")
-    before = census(folder)
+    before = file_stamps(folder)
     assert {path.name for path in before} == {path.name for path in blobs.iterdir()}
     (blobs / "config.json").write_text((blobs / "config.json").read_text() + " ")
-    assert differing(before, census(folder)) == Path("config.json")
-    before = census(folder)
+    assert differing(before, file_stamps(folder)) == Path("config.json")
+    before = file_stamps(folder)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to(shutil.copy(blobs / "tokenizer.json", tmp_path / "other.json"))
-    assert differing(before, census(folder)) == Path("tokenizer.json")
+    assert differing(before, file_stamps(folder)) == Path("tokenizer.json")
 
 
 def test_what_the_config_names_counts_wherever_it_is(folder: Path, tmp_path: Path) -> None:
@@ -137,15 +137,15 @@ def test_what_the_config_names_counts_wherever_it_is(folder: Path, tmp_path: Pat
     outside = put(tmp_path, "elsewhere/rows.bin")
     manifest = put(folder, "ple/manifest.json", f'{{"data_file": "rows.bin", "root": "{outside}"}}')
     rows = put(folder, "ple/rows.bin")
-    before = census(folder)
+    before = file_stamps(folder)
     assert Path("ple/rows.bin") not in before and outside not in before
     put(folder, "config.json", f'{{"text_config": {{"ple_storage": [{{"manifest": "ple/{manifest.name}"}}]}}}}')
-    named = census(folder)
+    named = file_stamps(folder)
     assert {Path("ple/rows.bin"), outside} <= set(named)
     for path in (rows, outside):
-        before = census(folder)
+        before = file_stamps(folder)
         path.write_text("xyz")
-        assert differing(before, census(folder)) is not None
+        assert differing(before, file_stamps(folder)) is not None
 
 
 _heard: list[str] = []
@@ -189,6 +189,6 @@ def test_every_file_that_is_opened_for_a_model_counts(
         load_tokenizer(folder)
         library_tool_parser(folder)
         load(folder, 4096)
-    counted = {str(folder / path) for path in census(folder)}
+    counted = {str(folder / path) for path in file_stamps(folder)}
     read = {path for path in opened if path.startswith(str(folder)) and Path(path).is_file()}
     assert read <= counted and str(folder / "model.safetensors") in read and str(folder / "config.json") in read

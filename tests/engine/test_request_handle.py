@@ -17,8 +17,8 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
-from kvserve.engine.courier import Courier
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
+from kvserve.engine.token_dispatcher import TokenDispatcher
 from kvserve.errors import EngineFailure
 
 PATIENCE_SECONDS = 60.0
@@ -29,7 +29,7 @@ REQUEST = GenerationRequest(RequestId("r"), TokenSequence((1, 2, 3)), 8, Samplin
 class Consumer:
     """Waits for tokens on a thread of its own, and reads them wherever it is told to."""
 
-    def __init__(self, generation: Generation, goes_on: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, generation: RequestHandle, goes_on: Callable[[], bool] = lambda: True) -> None:
         self.seen: list[GenerationEvent] = []
         self.threads: list[str] = []
         self._generation = generation
@@ -62,7 +62,7 @@ class Consumer:
         self._num_inside -= 1
 
 
-def wait_until_idle(generation: Generation) -> None:
+def wait_until_idle(generation: RequestHandle) -> None:
     """Until its own thread waits, so that a token is read where it arrives."""
     limit = threading.Event()
     for _ in range(int(PATIENCE_SECONDS * 100)):
@@ -75,7 +75,7 @@ def wait_until_idle(generation: Generation) -> None:
 
 def test_tokens_are_read_on_the_thread_that_brings_them_and_the_end_on_its_own() -> None:
     """A reader that waits is not woken for a token; progress of the prompt, the end and errors are its own affair."""
-    generation = Generation(REQUEST)
+    generation = RequestHandle(REQUEST)
     consumer = Consumer(generation)
     wait_until_idle(generation)
     for event in (PrefillProgress(1, 3, 0), TokenDelta(7), TokenDelta(8)):
@@ -89,7 +89,7 @@ def test_tokens_are_read_on_the_thread_that_brings_them_and_the_end_on_its_own()
 
 def test_a_reader_that_cannot_go_on_there_goes_on_on_its_own_thread() -> None:
     """False wakes the owner, and until it waits again nothing is read elsewhere."""
-    generation = Generation(REQUEST)
+    generation = RequestHandle(REQUEST)
     consumer = Consumer(generation, lambda: False)
     for token in range(3):
         wait_until_idle(generation)
@@ -103,10 +103,10 @@ def test_a_reader_that_cannot_go_on_there_goes_on_on_its_own_thread() -> None:
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_every_event_is_read_once_and_in_order_whoever_reads(goes_on: bool) -> None:
-    """Many rows, one courier, no pause: two threads never read one row at once."""
-    courier = Courier()
-    courier.start()
-    consumers = [Consumer(Generation(REQUEST, courier.carry), lambda: goes_on) for _ in range(8)]
+    """Many rows, one dispatcher, no pause: two threads never read one row at once."""
+    dispatcher = TokenDispatcher()
+    dispatcher.start()
+    consumers = [Consumer(RequestHandle(REQUEST, dispatcher.dispatch), lambda: goes_on) for _ in range(8)]
     for token in range(500):
         for consumer in consumers:
             consumer._generation.put(TokenDelta(token))
@@ -115,12 +115,12 @@ def test_every_event_is_read_once_and_in_order_whoever_reads(goes_on: bool) -> N
     for consumer in consumers:
         consumer.join()
         assert consumer.seen == [*map(TokenDelta, range(500)), DONE]
-    courier.stop()
+    dispatcher.stop()
 
 
 def test_a_wait_ends_while_another_thread_reads_only_after_it() -> None:
     """The owner's patience may end in the middle of a read elsewhere: it goes on when that one is over."""
-    generation = Generation(REQUEST)
+    generation = RequestHandle(REQUEST)
     is_inside, may_leave, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def read() -> bool:
@@ -149,15 +149,15 @@ def test_a_wait_ends_while_another_thread_reads_only_after_it() -> None:
 def test_a_rows_place_is_free_before_its_client_hears_of_the_end(end: Callable[[Row], None]) -> None:
     """A client that comes again at once finds it, also where the queue was full, and a look at the counts is true."""
     order: list[str] = []
-    end(Row(Generation(REQUEST, lambda _, may_wait: order.append("told")), lambda: order.append("free")))
+    end(Row(RequestHandle(REQUEST, lambda _, may_wait: order.append("told")), lambda: order.append("free")))
     assert order == ["free", "told"]
 
 
 def test_a_row_that_begins_again_is_waited_for_as_at_first() -> None:
     """Long waits are for rows that write: one whose batch broke is prefilled again."""
-    generation = Generation(REQUEST)
+    generation = RequestHandle(REQUEST)
     batches = generation.batches(0)
     for event, patience in ((PrefillProgress(1, 3, 0), 0.1), (TokenDelta(7), 1.0), (PrefillProgress(1, 3, 0), 0.1)):
         generation.put(event)
         next(batches)
-        assert generation._patience(0.1) == patience
+        assert generation._longest_wait(0.1) == patience

@@ -10,7 +10,7 @@ such lists grow with each release, the rule is the other way round. Every file o
 - in subfolders: weights in forms that no loader for MLX opens (`FOREIGN_SUFFIXES`), such as a trainer's.
 
 Files that `config.json` names count wherever they are, and so do those that a JSON file names which it names. Links are
-followed. What is left out can change no answer; what counts in vain costs one reading.
+followed. What is left out can change no answer; a file too many costs one reading.
 """
 
 import json
@@ -31,7 +31,7 @@ _DOCUMENT = re.compile(r"(license|licence|notice|readme|copying|use_policy)[^.]*
 _DATABASE = re.compile(r".*\.sqlite3?(-wal|-shm|-journal)?")
 
 MEMORY_FILE = "weights-seen.json"
-"""What kvserve remembers of models; somebody's cache folder may be a model's folder."""
+"""What kvserve remembers of models; a cache folder may be a model's folder."""
 
 OURS = re.compile(r"(records-)?[0-9a-f]{32}")
 """Folders of KV and of records."""
@@ -41,9 +41,9 @@ MAX_NAMING_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """Which file it is and when it was changed last. The time of its last change of any kind (`ctime_ns`) cannot be set
-    by anybody, so a change shows even where the time of the contents was set back."""
+class FileStamp:
+    """Which file it is and when it was changed last. The time of its last change of any kind (`ctime_ns`) cannot be
+    set by a program, so a change shows even where the time of the contents was set back."""
 
     device: int
     inode: int
@@ -52,17 +52,17 @@ class Stamp:
     ctime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> "Stamp":
+    def of(cls, found: os.stat_result) -> "FileStamp":
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-type Census = Mapping[Path, Stamp]
+type FileStamps = Mapping[Path, FileStamp]
 """The files of a model by their way from its folder (a way from `/` where they lie outside)."""
 
 
-def census(folder: Path) -> Census:
+def file_stamps(folder: Path) -> FileStamps:
     """The files that loaders may read, as they are now. What cannot be looked at is not there for a loader either."""
-    found: dict[Path, Stamp] = {}
+    found: dict[Path, FileStamp] = {}
     for path in _below(folder, set()):
         _add(found, folder, path)
     for path in _named(folder):
@@ -70,21 +70,21 @@ def census(folder: Path) -> Census:
     return dict(sorted(found.items()))
 
 
-def differing(one: Census, other: Census) -> Path | None:
+def differing(one: FileStamps, other: FileStamps) -> Path | None:
     """A file that is not the same in both; None where all are."""
     return next((path for path in sorted({*one, *other}) if one.get(path) != other.get(path)), None)
 
 
-def stamp_of(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> FileStamp | None:
     """The stamp of a file, None where there is none."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # a link that leads nowhere, a name that can be no file's
         return None
-    return Stamp.of(status) if stat.S_ISREG(status.st_mode) else None
+    return FileStamp.of(status) if stat.S_ISREG(status.st_mode) else None
 
 
-def _add(found: dict[Path, Stamp], folder: Path, path: Path) -> None:
+def _add(found: dict[Path, FileStamp], folder: Path, path: Path) -> None:
     if (stamp := stamp_of(path)) is not None:
         found[path.relative_to(folder) if path.is_relative_to(folder) else path] = stamp
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvserve.core import GenerationDone, PrefillProgress, TokenDelta
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.moving import Moving
+from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,
@@ -53,7 +53,7 @@ def test_a_row_of_most_of_the_memory_is_found_again_whole(family: str, share: fl
 
 def test_a_row_that_is_not_moved_is_found_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: moving is what lets the next turn find all of it."""
-    monkeypatch.setattr(Moving, "_makes_way", lambda *_, **__: False)
+    monkeypatch.setattr(KvMoves, "_makes_way", lambda *_, **__: False)
     with full_engine("qwen3", NUM_ALL_TOKENS, 0.99) as engine:
         said = conversation_of("qwen3")
         first, answer, second, expected = said.first, said.answer, said.second, said.expected

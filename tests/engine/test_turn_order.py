@@ -11,12 +11,12 @@ import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, RequestId, TokenDelta
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import turns as turns_module
+from kvserve.engine import turn_order
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import collect, generate, held, prompt_of, request, running_engine
 
 SHARED = prompt_of(400)
@@ -45,7 +45,7 @@ def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatc
         "waiting": [*SHARED, *prompt_of(40, 4)],
     }
     requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}
-    rows: list[Generation] = []
+    rows: list[RequestHandle] = []
     with running_engine(prefill_step_size=64) as engine:
 
         def join() -> None:
@@ -65,14 +65,14 @@ def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatc
 def test_a_row_without_room_keeps_nobody_waiting() -> None:
     """E6: twenty tokens waited for the end of another one's long answer, behind a row that had no room."""
     with running_engine() as engine:
-        budget = engine._budget(engine.wait_until_ready())
+        budget = engine._settings.budget(engine.wait_until_ready())
         max_bytes = budget.held_bytes([1040, 600], 0.0)
     assert max_bytes > budget.peak_bytes(1500)
     with running_engine(max_batch_bytes=int(max_bytes)) as engine:
         running = engine.submit(request(prompt_of(40), 1000))
         next(running.batches(60))
         large = engine.submit(request(prompt_of(500, 1), 1000))
-        engine._ask(lambda scheduler: setattr(scheduler._turns.waiting[0], "submitted_at", 0.0))  # it is the first
+        engine._ask(lambda scheduler: setattr(scheduler._turn_order.waiting[0], "submitted_at", 0.0))  # it is the first
         [small] = generate(engine, request(prompt_of(20, 2), 4))
         assert (engine.status.num_waiting, engine.status.num_decoding) == (1, 1)
         running.cancel()
@@ -93,13 +93,13 @@ def test_a_place_that_becomes_free_where_a_row_cannot_begin_is_given_away(monkey
 
     monkeypatch.setattr(PrefixCache, "enter", broken)
     with running_engine() as engine:
-        budget = engine._budget(engine.wait_until_ready())
+        budget = engine._settings.budget(engine.wait_until_ready())
         max_bytes = budget.held_bytes([1040, 600], 0.0)
     with running_engine(max_batch_bytes=int(max_bytes), max_concurrent_requests=2) as engine:
         running = engine.submit(request(prompt_of(40), 1000))
         next(running.batches(60))
         large = engine.submit(request(prompt_of(500, 1), 1000))
-        engine._ask(lambda scheduler: setattr(scheduler._turns.waiting[0], "submitted_at", 0.0))  # it is the first
+        engine._ask(lambda scheduler: setattr(scheduler._turn_order.waiting[0], "submitted_at", 0.0))  # it is the first
         with held(engine):
             gone = engine.submit(replace(request(prompt_of(20, 2), 4), request_id=RequestId("broken")))
             small = engine.submit(request(prompt_of(20, 3), 4))
@@ -116,7 +116,7 @@ def test_nobody_waits_on_for_what_could_not_be_kept(family: str, monkeypatch: py
     """Where there is no room for it: a row waited in vain for all of another one's prompt."""
     prompts = {"awaited": [*SHARED, *prompt_of(1500, 2)], "waiting": [*SHARED, *prompt_of(40, 4)]}
     requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}
-    rows: list[Generation] = []
+    rows: list[RequestHandle] = []
     monkeypatch.setattr(KvRoom, "takes", lambda *_, **__: False)
     with running_engine(family, prefill_step_size=64) as engine:
 
@@ -198,7 +198,7 @@ def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPat
 
 def test_a_prompt_that_waits_for_its_turn_says_when_its_first_token_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while others compute before it: its progress stood still for minutes without a word."""
-    monkeypatch.setattr(turns_module, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(turn_order, "TELL_SECONDS", 0.0)
     with running_engine(prefill_step_size=64) as engine:
         generate(engine, request(prompt_of(64, 9), 1))  # a speed is known
         with held(engine):

@@ -1,8 +1,8 @@
 """How the KV of a row gets into the prefix tree and out again: copied where both fit beside each other, else moved
-where nobody else needs it.
+where no other row needs it.
 
-    restore        what is kept of a prompt leaves the tree for the row, which gives it back at its end
-    insert         a row goes on: a copy, or its boundary is deferred to the row's end
+    restore        the kept KV of a prompt moves out of the tree to the row, which gives it back at its end
+    insert         a row continues: a copy, or its boundary is deferred to the row's end
     insert_last    a row is over that holds its buffers alone: a copy, or they are given up, layer by layer
     insert_prompt  a row is over that leaves no answer: the same of what was restored, and of its prompt
 
@@ -22,8 +22,8 @@ from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Extension
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.disk_cache import DiskCache, Hold
+from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import owner_of, tokens_of, user_of
@@ -31,7 +31,7 @@ from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, StateSnapshot, merged
 
 RECORD_TOKENS = 2048
-"""What moves in becomes records of at most so many tokens: each can leave without a copy of the others."""
+"""What moves in becomes records of at most so many tokens: each can be evicted without a copy of the others."""
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class _Deferred:
         return sum(each.state.num_bytes for each in self.boundaries if each.state is not None)
 
 
-class Moving:
-    """The way in and out of one model's prefix tree. `disk` tells the disk side, if there is one."""
+class KvMoves:
+    """The way in and out of one model's prefix tree. `disk` gives the disk side, if there is one."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Moving:
         return sum(deferred.num_bytes for deferred in self._deferred.values())
 
     def let_go(self, lease: Lease) -> None:
-        """The row is gone. Idempotent."""
+        """Drop what is deferred for a lease: its row is gone. Idempotent."""
         self._deferred.pop(lease, None)
 
     def clear(self) -> None:
@@ -87,8 +87,8 @@ class Moving:
     # --- out of the tree ----------------------------------------------------------------------------------------------
 
     def planned_bytes(self, row: Row, restorable_bytes: float, known: Callable[[], int]) -> float:
-        """How much of what is kept a row would take over where it may stand on so much of it: 0 where all of it fits
-        beside the row, or others need it. `known` tells how much is kept, also on disk, which costs a walk."""
+        """How much of the kept KV a row would take over where it may use so much of it: 0 where all of it fits beside
+        the row, or others need it. `known` says how much is kept, also on disk, which costs a walk."""
         request, tokens = row.request, tokens_of(row)
         can_be_kept = self._can_move and self._model.cache_support.can_keep
         if not can_be_kept or request.ttl_seconds == 0 or row.is_forgotten or restorable_bytes < 0:
@@ -104,8 +104,8 @@ class Moving:
         return self._sizes.kept(num_staying, known()) if stays else 0.0
 
     def nodes(self, row: Row, match: PrefixMatch, lease: Lease | None = None) -> list[Node]:
-        """What leaves the tree for a row that begins now, deepest first; nothing where it fits beside the row, where
-        others need it, or the disk still reads it from RAM."""
+        """What moves out of the tree to a row that begins now, deepest first; nothing where it fits beside the row,
+        where others need it, or the disk still reads it from RAM."""
         if not row.moved_bytes or self._sizes.kept(0, match.num_usable_tokens) <= row.restorable_bytes:
             return []
         nodes = self._nodes(row, match, row.restorable_bytes, lease)
@@ -117,19 +117,19 @@ class Moving:
 
         return self._tree.mover.nodes(match, Requester(owner_of(row), user_of(row)), may_stay, lease)
 
-    def awaits_disk(self, row: Row, hold: Hold) -> bool:
+    def awaits_disk(self, row: Row, pinned: PinnedPrefix) -> bool:
         """Whether a row that is to take KV over must wait, as the disk still reads it from RAM: then it would be there
         twice. Not for ever."""
-        if not row.moved_bytes or hold.is_stalled:
+        if not row.moved_bytes or pinned.is_stalled:
             return False
         match = self._tree.peek(tokens_of(row), partition=row.request.partition)
-        return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, hold.lease))
+        return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, pinned.lease))
 
     def restore(
         self, row: Row, match: PrefixMatch, lease: Lease, nodes: Sequence[Node], num_next_tokens: int
     ) -> list[Any]:
-        """Live caches from what is kept, of which `nodes` leave the tree; each layer's kept arrays go before the next
-        one is filled. The lease stands on what stays."""
+        """Live caches from what is kept, of which `nodes` move out of the tree; each layer's kept arrays go before the
+        next one is filled. The lease stands on what stays."""
         extracted = self._tree.mover.extract(match, lease, nodes)
         pieces: list[tuple[KvSlice, int, int]] = [
             (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
@@ -149,33 +149,33 @@ class Moving:
     # --- into the tree ------------------------------------------------------------------------------------------------
 
     def insert(
-        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
+        self, cache_lease: CacheLease, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> None:
-        """Keep the KV of a row that goes on, up to `end`.
+        """Keep the KV of a row that continues, up to `end`.
 
         Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
         """
-        if self._may_insert(tenancy, end) and not self._insert_copy(tenancy, tokens, caches, end, kind):
-            self._defer(tenancy.lease, caches, end, kind)
+        if self._may_insert(cache_lease, end) and not self._insert_copy(cache_lease, tokens, caches, end, kind):
+            self._defer(cache_lease.lease, caches, end, kind)
 
     def insert_last(
         self,
-        tenancy: Tenancy,
+        cache_lease: CacheLease,
         tokens: TokenSequence,
         caches: Sequence[Any],
         end: int,
         kind: BoundaryKind,
         rest: Sequence[Any],
     ) -> bool:
-        """The same of a row that is over: but for the `rest` of its batch nobody else holds its buffers. Whether they
+        """The same of a row that is over: only it and the `rest` of its batch hold its buffers. Whether they
         were given up for it: where a copy would cost what is kept, and where there is no room for one.
         """
-        if not self._may_insert(tenancy, end):
+        if not self._may_insert(cache_lease, end):
             return False
-        lease = tenancy.lease
+        lease = cache_lease.lease
         num_deferred, is_free = len(self._deferred_of(lease).boundaries), self._is_free(lease, end)
         if is_free or not self._makes_way(lease, end, num_vital=num_deferred):
-            if self._insert_copy(tenancy, tokens, caches, end, kind):
+            if self._insert_copy(cache_lease, tokens, caches, end, kind):
                 return False
             if not self._makes_way(lease, end):
                 self._room.note_not_kept()
@@ -185,16 +185,16 @@ class Moving:
             state = self.with_second_try(lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None
             return Boundary(end, kind, state)
 
-        self._insert_moved(tenancy, tokens, caches, rest, end, last)
+        self._insert_moved(cache_lease, tokens, caches, rest, end, last)
         return True
 
     def insert_prompt(
-        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()
+        self, cache_lease: CacheLease, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()
     ) -> bool:
-        """The row is over and leaves no answer, but what left the tree for it is kept again, and its prompt up to the
+        """Keep nothing of an ended row's answer, but what had moved to it, and its prompt up to the
         last stop that it came to. Whether its caches were given up for it."""
-        lease, deferred = tenancy.lease, self._deferred_of(tenancy.lease)
-        num_prompt_tokens = len(tenancy.row.request.prompt)
+        lease, deferred = cache_lease.lease, self._deferred_of(cache_lease.lease)
+        num_prompt_tokens = len(cache_lease.row.request.prompt)
         ends = [0 if self._needs_checkpoints else deferred.num_restored_tokens]
         ends += [each.offset for each in deferred.boundaries if each.offset <= num_prompt_tokens]
         end = max(ends)
@@ -205,7 +205,7 @@ class Moving:
             return False
         known = (each for each in self._deferred_of(lease).boundaries if each.offset == end)
         last = next(known, Boundary(end, "stride", None))
-        self._insert_moved(tenancy, tokens, caches, rest, end, lambda: last)
+        self._insert_moved(cache_lease, tokens, caches, rest, end, lambda: last)
         return True
 
     def _deferred_of(self, lease: Lease) -> _Deferred:
@@ -218,19 +218,19 @@ class Moving:
         """Whether a copy fits beside the row and all that is kept."""
         return self._room.left().fits(self._copied_bytes(lease, end), self._sizes.fixed)
 
-    def _may_insert(self, tenancy: Tenancy, end: int) -> bool:
-        if tenancy.lease.is_detached:  # it leaves nothing, and nothing leaves for it
+    def _may_insert(self, cache_lease: CacheLease, end: int) -> bool:
+        if cache_lease.lease.is_detached:  # nothing of it is kept, and nothing is evicted for it
             return False
-        return tenancy.may_evict or self._is_free(tenancy.lease, end)
+        return cache_lease.may_evict or self._is_free(cache_lease.lease, end)
 
     def _insert_copy(
-        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
+        self, cache_lease: CacheLease, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> bool:
         """Make room for a copy of a row's KV up to `end`, and keep it; whether there was any. What was deferred is kept
         with it."""
-        lease, room, has_disk = tenancy.lease, self._room, self._disk() is not None
+        lease, room, has_disk = cache_lease.lease, self._room, self._disk() is not None
         num_bytes = self._copied_bytes(lease, end)
-        if tenancy.may_evict and room.could_take(num_bytes, has_disk=has_disk):
+        if cache_lease.may_evict and room.could_take(num_bytes, has_disk=has_disk):
             room.make(num_bytes)
         if not room.takes(num_bytes, has_disk=has_disk):
             return False
@@ -248,7 +248,7 @@ class Moving:
         take_state: Any = (lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None
         extension = self._tree.extend(lease, tokens, end, take_rows, take_state, kind)
         first_new = min(first_new, extension.first_new)
-        self._tell_disk(tenancy, start, replace(extension, start=start, first_new=first_new))
+        self._tell_disk(cache_lease, start, replace(extension, start=start, first_new=first_new))
         return True
 
     def _makes_way(self, lease: Lease, end: int, *, num_vital: int = 0) -> bool:
@@ -272,7 +272,7 @@ class Moving:
 
     def _insert_moved(
         self,
-        tenancy: Tenancy,
+        cache_lease: CacheLease,
         tokens: TokenSequence,
         caches: Sequence[Any],
         rest: Sequence[Any],
@@ -281,9 +281,9 @@ class Moving:
     ) -> None:
         """Give the caches up and keep what they held, in records of some length, with the states of its stops. `last`
         gives the boundary at `end` once the KV has moved: there is room for its state then."""
-        lease = tenancy.lease
+        lease = cache_lease.lease
         start = lease.num_tokens
-        boundaries = self._boundaries(tenancy, start, end)
+        boundaries = self._boundaries(cache_lease, start, end)
         offsets = [start, *(each.offset for each in boundaries), end]
         slices = self._layout.move_kv(caches, offsets, rest, self.with_second_try)
         boundaries.append(last())
@@ -294,7 +294,7 @@ class Moving:
             take_rows = partial(_rows_of, slices.pop(), lease.num_tokens)
             extension = self.with_second_try(partial(self._extend, lease, tokens, boundary, take_rows))
             first_new, is_new = min(first_new, extension.first_new), is_new or extension.has_new_checkpoint
-        self._tell_disk(tenancy, start, Extension(start, first_new, end, is_new))
+        self._tell_disk(cache_lease, start, Extension(start, first_new, end, is_new))
 
     def _extend(
         self, lease: Lease, tokens: TokenSequence, boundary: Boundary, take_rows: Callable[[int, int], KvSlice]
@@ -303,10 +303,10 @@ class Moving:
         take_state = None if state is None else (lambda: state)
         return self._tree.extend(lease, tokens, boundary.offset, take_rows, take_state, boundary.kind)
 
-    def _boundaries(self, tenancy: Tenancy, start: int, end: int) -> list[Boundary]:
+    def _boundaries(self, cache_lease: CacheLease, start: int, end: int) -> list[Boundary]:
         """Where what moves in is divided: at stops, with states where these are needed, else where the answer begins,
         which may be retracted, and after so many tokens."""
-        deferred, prompt_end = self._deferred_of(tenancy.lease), tenancy.row.answer_start
+        deferred, prompt_end = self._deferred_of(cache_lease.lease), cache_lease.row.answer_start
         known = {each.offset: each for each in deferred.boundaries if start < each.offset < end}
         if self._needs_checkpoints:
             known = {offset: each for offset, each in known.items() if each.state is not None}
@@ -318,7 +318,7 @@ class Moving:
         return [known[offset] for offset in sorted(known)]
 
     def _defer(self, lease: Lease, caches: Sequence[Any], end: int, kind: BoundaryKind) -> None:
-        """What does not fit beside the row is kept at its end. The state is there only now."""
+        """Note what is to be kept at the row's end, as it does not fit beside it. The state is there only now."""
         fixed_bytes = self._sizes.fixed
         if not self._can_move:
             self._room.note_not_kept()
@@ -336,13 +336,13 @@ class Moving:
             state = self._layout.read_state(caches)
         deferred.boundaries.append(Boundary(end, kind, state))
 
-    def _tell_disk(self, tenancy: Tenancy, start: int, extension: Extension) -> None:
+    def _tell_disk(self, cache_lease: CacheLease, start: int, extension: Extension) -> None:
         if (disk := self._disk()) is not None:
             if extension.num_new_tokens or extension.has_new_checkpoint:
-                disk.writing.save_end(tenancy.lease, start)
+                disk.writing.save_end(cache_lease.lease, start)
             else:
-                disk.writing.note_users(tenancy.lease)
-        tenancy.row.note_kept(extension.first_new, extension.end)
+                disk.writing.note_users(cache_lease.lease)
+        cache_lease.row.note_kept(extension.first_new, extension.end)
 
 
 def _rows_of(kv: KvSlice, begin: int, first: int, last: int) -> KvSlice:

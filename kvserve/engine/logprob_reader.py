@@ -1,8 +1,8 @@
 """The log-probabilities of a row's tokens, for requests that ask for them. It knows the layout of logits and which
 token was drawn; how tokens are spelt or sent is not its business.
 
-What is told is the model's own distribution: the log-softmax, in float32, of the logits as the model gave them, before
-temperature, penalties, biases and grammar. How a token was drawn changes nothing of it.
+What clients get is the model's own distribution: the log-softmax, in float32, of the logits as the model gave them,
+before temperature, penalties, biases and grammar. How a token was drawn changes nothing of it.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ class LogprobReader:
     """
 
     def __init__(self, num_top: int) -> None:
-        """`num_top` of the likeliest tokens are told besides the one that was drawn."""
+        """`num_top` of the likeliest tokens are given besides the one that was drawn."""
         self._num_top = num_top
         self._read: dict[int, tuple[mx.array, mx.array | None]] = {}
 
@@ -30,7 +30,7 @@ class LogprobReader:
         logprobs = logprobs - mx.logsumexp(logprobs)
         num_top = min(self._num_top, logprobs.size)
         top = mx.argpartition(-logprobs, kth=num_top - 1)[:num_top] if num_top else None
-        # Computed along with the step: when the token is handed out nobody waits for them.
+        # Computed along with the step: they are there when the token is handed out.
         mx.async_eval(logprobs, *([] if top is None else [top]))  # type: ignore[no-untyped-call]
         self._read[len(tokens)] = (logprobs, top)
         return logits

@@ -1,18 +1,16 @@
-"""Whose turn it is: what the policy is told of the rows of one model, read off where they are, and the clocks that this
-goes by. It computes nothing and moves no row. Belongs to the engine thread.
+"""Which row is next: the facts that the policy gets of one model's rows, read off where they are, and the clocks that
+order them. It computes nothing and moves no row. Belongs to the engine thread.
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.admission import Admission
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.entrance import Entrance
 from kvserve.engine.fair_clock import FairClock, StreamShare
 from kvserve.engine.policy import candidates, first_token_seconds, plan
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Facts,
     Life,
@@ -20,27 +18,29 @@ from kvserve.engine.policy_facts import (
     Pause,
     Plan,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
     Stream,
+    WaitingPrompt,
 )
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import tokens_of
 from kvserve.engine.rows import Row
+from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 
 TELL_SECONDS = 1.0
-"""How often a row that waits for its turn says so."""
+"""How often the client of a prompt that waits for its turn hears of it."""
 
 
-class Turns:
-    """The queue, and the clocks of those who have a place."""
+class TurnOrder:
+    """The queue, and the clocks of the rows that have a place."""
 
     def __init__(
         self,
         cache: PrefixCache,
-        entrance: Entrance,
-        arrivals: Arrivals,
+        admission: Admission,
+        waiting_for_prefix: WaitingForPrefix,
         prefills: PrefillPool,
         pool: DecodePool,
         *,
@@ -48,8 +48,8 @@ class Turns:
     ) -> None:
         self.waiting: list[Row] = []
         self._cache = cache
-        self._entrance = entrance
-        self._arrivals = arrivals
+        self._admission = admission
+        self._waiting_for_prefix = waiting_for_prefix
         self._prefills = prefills
         self._pool = pool
         self._clock = FairClock[Row]()
@@ -61,28 +61,28 @@ class Turns:
         self._told_at = 0.0
 
     def next_plan(self, watchdog_seconds: float) -> Plan[Row]:
-        """What the policy says now."""
-        return plan(self._facts(tuple(self._lives()), tuple(self._applicants()), watchdog_seconds))
+        """Ask the policy for a plan."""
+        return plan(self._facts(tuple(self._lives()), tuple(self._waiting_prompts()), watchdog_seconds))
 
     def next_work(self) -> PrefillChunk[Row] | DecodeStep | Pause:
-        """What it says is computed, where nobody goes or enters before that. Who has room is not asked: whoever was
-        asked, and not let in, would not be asked again."""
+        """Ask what is computed next, where no row goes or enters before that. Rows that wait are not asked for: one
+        that was, and not admitted, would not be again."""
         return plan(self._facts()).work
 
     # --- what happens to rows ---------------------------------------------------------------------------------------
 
     def queue(self, row: Row, *, is_back: bool = False) -> None:
-        """A row waits for a place, behind the others or, where it had one, in front of them."""
+        """Let a row wait for a place, behind the others or, where it had one, in front of them."""
         self.waiting.insert(0 if is_back else len(self.waiting), row)
         self._num_changes += 1
 
     def enters(self, row: Row) -> None:
-        """It has a place, and all of its prompt before it that nobody has computed."""
+        """Give a row its place on the clock, with all of its prompt to compute that is not kept."""
         if row in self.waiting:
             self.waiting.remove(row)
             for other in self.waiting:
                 other.num_overtaken += other.submitted_at < row.submitted_at
-        if not self._arrivals and not self._prefills:
+        if not self._waiting_for_prefix and not self._prefills:
             self._clock.rest()
         self._clock.leave(row)
         self._clock.enter(row, self._num_left(row))
@@ -90,12 +90,12 @@ class Turns:
         self._num_changes += 1
 
     def begins(self, row: Row, num_left_tokens: int) -> None:
-        """Its prompt begins, with so much to compute: less than was thought where others did it, or more."""
+        """Correct how much of its prompt a row computes, as it begins: less where others did it, or more."""
         self._clock.correct(row, num_left_tokens)
 
     def leaves(self, row: Row, prefill: Prefill | None = None) -> None:
-        """It is gone, from its prefill or from where it was; nothing where it was gone before. What is not computed of
-        its prompt will not be."""
+        """Take a row off the clock, from its prefill or from where it was; nothing where it was gone before. What is
+        not computed of its prompt will not be."""
         is_over = row.decoding_from is not None or row.waits_again
         self._clock.leave(row, prefill.num_left if prefill is not None else 0 if is_over else row.num_tokens)
         self._left_tokens.pop(row, None)
@@ -104,7 +104,7 @@ class Turns:
         self._num_changes += 1
 
     def prefilled(self, rows: Iterable[Row], num_tokens: int, seconds: float, *, is_beside_streams: bool) -> None:
-        """So much was computed for these."""
+        """Note that so many tokens were computed for these rows in so many seconds."""
         self._streams.prefilled(seconds, is_beside_streams=is_beside_streams)
         if num_tokens:
             self._clock.advance(num_tokens)
@@ -113,79 +113,79 @@ class Turns:
                 row.progressed_at = self._prefilled_at
 
     def restored(self, seconds: float) -> None:
-        """So long rows were given what is kept of their prompts: it takes streams' time like a chunk."""
+        """Note how long kept KV was restored to rows: it takes streams' time like a chunk."""
         self._streams.prefilled(seconds, is_beside_streams=self.has_readers)
 
     def stepped(self, seconds: float) -> None:
-        """Streams stepped for so long. While they are owed that it is the turn of no prompt."""
+        """Note how long streams stepped. While they are owed that, prompts wait without being stuck."""
         if self._streams.owed_seconds > 0:
             self._prefilled_at += seconds
-            for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+            for row in (*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills)):
                 row.progressed_at += seconds
         self._streams.stepped(seconds, is_beside_prompts=bool(self._prefills))
-        if not self._prefills and not self._arrivals:
+        if not self._prefills and not self._waiting_for_prefix:
             self._clock.rest()
 
     def clear(self) -> None:
-        """Nobody is there any more."""
+        """Forget all rows."""
         self.waiting.clear()
         self._left_tokens.clear()
         self._clock = FairClock()
 
     @property
     def has_readers(self) -> bool:
-        """Whether somebody reads an answer."""
+        """Whether a client reads an answer."""
         return any(row.generated for row in self._pool.rows())
 
-    # --- what is told of them ---------------------------------------------------------------------------------------
+    # --- facts of them ----------------------------------------------------------------------------------------------
 
     def _facts(
         self,
         lives: tuple[Life[Row], ...] = (),
-        applicants: tuple[Applicant[Row], ...] = (),
+        waiting_prompts: tuple[WaitingPrompt[Row], ...] = (),
         watchdog_seconds: float = 0.0,
     ) -> Facts[Row]:
         streams = tuple(Stream(row, self._clock.finish(row), bool(row.generated)) for row in self._pool.rows())
-        facts = Facts(lives, applicants, tuple(self._prompts()), streams, self._machine(), watchdog_seconds)
+        facts = Facts(lives, waiting_prompts, tuple(self._prompts()), streams, self._machine(), watchdog_seconds)
         if facts.prompts:
             self._tell(facts)
         return facts
 
     def _lives(self) -> Iterator[Life[Row]]:
-        """Who has no place yet, or decodes, waits for nothing."""
-        now, awaited = time.monotonic(), self._arrivals.awaited()
+        """Rows that have no place yet, or decode, wait for nothing."""
+        now, awaited = time.monotonic(), self._waiting_for_prefix.awaited()
         for row in (*self.waiting, *self._pool.rows()):
-            yield Life(row, row.generation.is_cancelled, row.decoding_seconds(now))
-        for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+            yield Life(row, row.handle.is_cancelled, row.decoding_seconds(now))
+        for row in (*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills)):
             progressed_at = row.progressed_at
             if (wait := awaited.get(row)) is not None:
                 progressed_at = max(progressed_at, wait[0].progressed_at)
             is_passed = self._prefilled_at > progressed_at and self._clock.now < self._clock.finish(row)
             decoding_seconds, idle_seconds = row.decoding_seconds(now), now - progressed_at
-            yield Life(row, row.generation.is_cancelled, decoding_seconds, idle_seconds, is_passed=is_passed)
+            yield Life(row, row.handle.is_cancelled, decoding_seconds, idle_seconds, is_passed=is_passed)
 
-    def _applicants(self) -> Iterator[Applicant[Row]]:
+    def _waiting_prompts(self) -> Iterator[WaitingPrompt[Row]]:
         """The best of those that wait, and whether there is room. Of more than the first it is asked when rows have
         come or gone: what is asked looks into the cache."""
         running = self.running()
-        if not self.waiting or not self._entrance.has_place(running):
+        if not self.waiting or not self._admission.has_place(running):
             return
         now = time.monotonic()
-        first = candidates([self._applicant(row, now) for row in self.waiting])
+        first = candidates([self._waiting_prompt(row, now) for row in self.waiting])
         is_asked = self._asked_at_change != self._num_changes
         self._asked_at_change = self._num_changes
-        for applicant in first if is_asked else first[:1]:
-            num_left = self._num_left(applicant.row)
-            fits = self._entrance.admits(applicant.row, running, len(self.waiting))
-            yield replace(applicant, num_left_tokens=num_left, fits=fits)
+        for waiting_prompt in first if is_asked else first[:1]:
+            num_left = self._num_left(waiting_prompt.row)
+            fits = self._admission.admits(waiting_prompt.row, running, len(self.waiting))
+            yield replace(waiting_prompt, num_left_tokens=num_left, fits=fits)
 
-    def _applicant(self, row: Row, now: float) -> Applicant[Row]:
+    def _waiting_prompt(self, row: Row, now: float) -> WaitingPrompt[Row]:
         num_left, _ = self._left_tokens.get(row, (row.num_tokens, -1))
         waited_seconds = now - row.submitted_at
-        return Applicant(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
+        return WaitingPrompt(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
 
     def _num_left(self, row: Row) -> int:
-        """Tokens of a row that nobody has computed, as far as is known since rows last came or went."""
+        """Tokens of a row that are not computed yet, as far as is known since rows last came or went."""
         num_left, asked_at = self._left_tokens.get(row, (0, -1))
         if asked_at != self._num_changes:
             _, num_known = self._cache.kept_tokens(tokens_of(row), [row.request.partition])
@@ -193,25 +193,26 @@ class Turns:
             self._left_tokens[row] = num_left, self._num_changes
         return num_left
 
-    def _prompts(self) -> Iterator[Prompt[Row]]:
-        finish, awaited = self._clock.finish, self._arrivals.awaited()
+    def _prompts(self) -> Iterator[PromptFacts[Row]]:
+        finish, awaited = self._clock.finish, self._waiting_for_prefix.awaited()
         num_done = {prefill.row: prefill.num_done for prefill in self._prefills}
         for prefill in self._prefills:
-            yield Prompt(prefill.row, finish(prefill.row), prefill.num_left)
-        for row in self._arrivals.rows():
+            yield PromptFacts(prefill.row, finish(prefill.row), prefill.num_left)
+        for row in self._waiting_for_prefix.rows():
             other, num_tokens = awaited.get(row, (None, 0))
             num_awaited = max(0, num_tokens - num_done.get(other, 0)) if other is not None else 0
             num_left = row.num_tokens - 1 - num_tokens
-            yield Prompt(row, finish(row), num_left, other, num_awaited, is_held=other is None)
+            yield PromptFacts(row, finish(row), num_left, other, num_awaited, is_held=other is None)
 
     def _machine(self) -> Machine:
         streams = self._streams
         return Machine(
-            self._clock.now, streams.owed_seconds, streams.stretch_seconds, self._prefills.slowest_tokens_per_second
+            self._clock.now, streams.owed_seconds, streams.slice_seconds, self._prefills.slowest_tokens_per_second
         )
 
     def _tell(self, facts: Facts[Row]) -> None:
-        """How long each prompt takes to its first token, now and then to who waits for its turn too."""
+        """Note on each row how long it takes to its first token; now and then tell clients of prompts that wait,
+        too."""
         seconds = first_token_seconds(facts, self._streams.share)
         for prompt in facts.prompts:
             prompt.row.first_token_seconds = seconds.get(prompt.row)
@@ -224,5 +225,5 @@ class Turns:
                 prefill.row.report_progress(prefill.num_done)
 
     def running(self) -> list[Row]:
-        """Those who have a place."""
-        return [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]
+        """The rows that have a place."""
+        return [*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]

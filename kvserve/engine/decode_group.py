@@ -1,0 +1,116 @@
+"""The nouns of decoding: a generator with its rows, how a row draws its tokens, and what a step brought.
+
+The token that a generator has drawn for a row and not handed out is one ahead of what clients hear. A row's states lie
+behind every token that was handed out. They cannot be taken back, and the last token of a row that enters again is
+always computed, so such a row takes the drawn one along.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from kvserve.engine.kv_buffers import num_slots
+from kvserve.engine.row_outline import admitted_tokens
+from kvserve.engine.rows import Row
+from kvserve.engine.sampling import LogitsProcessor, Sampler, processors_for, sampler_for
+from kvserve.engine.solo import SoloGenerator
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """How one row draws its tokens. Rows may share a sampler; one of a row's own (`is_private`) is seeded."""
+
+    sampler: Sampler
+    processors: Sequence[LogitsProcessor]
+    is_private: bool
+
+    @classmethod
+    def of(cls, row: Row, vocab_size: int) -> "Decoder":
+        """What a row draws with that enters a batch, for the first time or again."""
+        processors = processors_for(row.request.sampling, len(row.request.prompt))
+        if row.logprobs is not None:
+            processors.insert(0, row.logprobs)
+        for constraint in row.constraints:
+            constraint.reset()
+            processors.append(constraint)
+        sampler = sampler_for(row.request.sampling, vocab_size, len(row.generated))
+        return cls(sampler, processors, row.request.sampling.seed is not None)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One generator and its rows by uid. `used_seconds` is its decoding time divided by the rows that shared it."""
+
+    generator: Any  # BatchGenerator, which is not typed, or SoloGenerator
+    rows: dict[int, Row] = field(default_factory=dict)
+    used_seconds: float = 0.0
+    is_packed: bool = False
+    """Whether its rows' KV is quantised: those in full precision decode in another one."""
+    has_lost_rows: bool = False
+    """Whether a row left since the batch was computed last."""
+
+    def drop(self, uid: int) -> Row:
+        """Forget a row that has left the generator."""
+        self.has_lost_rows = True
+        return self.rows.pop(uid)
+
+    @property
+    def longest(self) -> int:
+        return max((row.num_tokens for row in self.rows.values()), default=0)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that each row's buffers have room for: a row by itself entered with room for its answer."""
+        if len(self.rows) == 1:
+            [row] = self.rows.values()
+            admitted = admitted_tokens(row)
+            return admitted if row.num_tokens <= admitted else num_slots(row.num_tokens)
+        return self.longest
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedRow:
+    """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
+    exactly these. `rest`: for each leaf those of the batch that goes on, and of the rows that left with this one, which
+    have its buffers too until they are computed; empty where it was alone, None where they cannot be given up."""
+
+    row: Row
+    caches: list[Any]
+    tokens: list[int]
+    rest: tuple[tuple[Any, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """What one decode step brought: rows that are finished, failed, or must enter again from their tokens.
+
+    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again. `broken`: what failed
+    rows held, where it was not their batch that failed.
+    """
+
+    finished: tuple[ExtractedRow, ...] = ()
+    failed: tuple[Row, ...] = ()
+    evicted: tuple[Row, ...] = ()
+    is_short_of_memory: bool = False
+    broken: tuple[ExtractedRow, ...] = ()
+
+
+def drawn_token(generator: Any, uid: int) -> mx.array | None:
+    """A row's next token (), which may not be computed yet; None where its last prompt token has not gone through the
+    model."""
+    if isinstance(generator, SoloGenerator):
+        return generator.drawn_token(uid)
+    batch = generator._generation_batch
+    return batch._next_tokens[batch.uids.index(uid)] if uid in batch.uids else None
+
+
+def hand_out(row: Row, token: int) -> None:
+    """Pass a token on to the row's client as a step does, and end the row where it is its last one."""
+    if token in row.request.stop_tokens:
+        row.finish("stop", num_hidden_tokens=1)
+        return
+    row.deliver(token)
+    if len(row.generated) >= row.request.max_tokens:
+        row.finish("length")

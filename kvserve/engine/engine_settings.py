@@ -1,0 +1,75 @@
+"""What the operator decides about an engine, and what `/health` reads of it. No arrays."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvserve.core import SamplingParams
+from kvserve.engine.admission import Budget
+from kvserve.engine.cache_records import CacheSettings
+from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.memory import MemoryReport
+from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, plan_memory
+from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.model_digest import DigestStatus
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings
+from kvserve.engine.warming import WarmSettings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
+    `wired_bytes`: 0 wires nothing, None what weights and KV take."""
+
+    max_kv_size: int
+    max_concurrent_requests: int
+    max_queued_requests: int
+    max_batch_bytes: int | None
+    prefill_step_size: int
+    watchdog_seconds: float
+    stream_share: float
+    default_sampling: SamplingParams
+    cache: CacheSettings
+    kv: KvSettings = FULL_PRECISION
+    disk: DiskSettings | None = None
+    idle_sweep_seconds: float = 30.0
+    image_feature_bytes: int | None = None
+    records_bytes: int | None = None
+    wired_bytes: int | None = 0
+    warming: WarmSettings = WarmSettings()
+
+    def memory_plan(self, model: LoadedModel) -> MemoryPlan:
+        """How the memory that this model's weights leave is divided."""
+        wanted = WantedMemory(
+            kv_bytes=self.cache.max_bytes,
+            batch_bytes=self.max_batch_bytes,
+            records_bytes=self.records_bytes,
+            image_feature_bytes=self.image_feature_bytes,
+            write_queue_bytes=self.disk.max_queued_bytes if self.disk is not None else None,
+            read_ahead_bytes=self.disk.max_read_ahead_bytes if self.disk is not None else None,
+        )
+        return plan_memory(memory_bytes(), model.weight_bytes, wanted)
+
+    def budget(self, model: LoadedModel) -> Budget:
+        """How many rows of this model may compute at the same time, and how long they may be."""
+        return Budget(
+            max_rows=self.max_concurrent_requests, max_bytes=self.memory_plan(model).batch_bytes, sizes=model.sizes
+        )
+
+
+type EngineState = Literal["loading", "ready", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use, of KV that is kept in RAM and on disk, and
+    what the loaded model's caches allow."""
+
+    state: EngineState
+    num_waiting: int
+    num_prefilling: int
+    num_decoding: int
+    active_memory_bytes: int
+    cache_support: CacheSupport | None
+    held_bytes: tuple[int, int] = (0, 0)
+    digest: DigestStatus = DigestStatus()
+    memory: MemoryReport | None = None

@@ -1,0 +1,150 @@
+"""Sets up what one engine needs on its thread, and takes it down: model, memory ledger, scheduler, disk. It knows no
+request.
+"""
+
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
+from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
+from kvserve.engine.engine_settings import EngineSettings
+from kvserve.engine.fingerprint import kv_fingerprint
+from kvserve.engine.memory import Account, MemoryLedger
+from kvserve.engine.memory_plan import memory_bytes, overdrawn
+from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.model_digest import ModelDigest
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.rows import RequestHandle, Row
+from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.self_check import check_caches
+from kvserve.engine.vision_check import with_images_tried
+from kvserve.engine.wired import WiredLimit, wired_bytes
+from kvserve.errors import ModelLoadError, NotReady
+
+type EngineCall = Callable[[Scheduler | None], None]
+"""Something that another thread wants done on the engine thread; None means that it will not be done any more."""
+
+
+class EngineStart:
+    """The start of one engine, and the end of what it set up. Belongs to the engine thread.
+
+    `ledger`: all memory that grows with work, None while there is no model. `outside`: what others hold for the model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        digest: ModelDigest,
+        *,
+        send_tokens: Callable[[], None],
+        put: Callable[[EngineCall], None],
+        report: Callable[[str], None],
+    ) -> None:
+        """`send_tokens` sends tokens that wait; `put` has something done between two steps, or raises NotReady."""
+        self._folder = folder
+        self._settings = settings
+        self._digest = digest
+        self._send_tokens = send_tokens
+        self._put = put
+        self._report = report
+        self._wired = WiredLimit()
+        self._found_cache_limit: int | None = None
+        self.outside: dict[Account, Callable[[], int]] = {}
+        self.ledger: MemoryLedger | None = None
+
+    def load(self) -> tuple[LoadedModel, Scheduler]:
+        """Load the model, try out what its caches allow, and begin with an empty cache. Raises whatever fails."""
+        mx.clear_cache()  # buffers of a model that was here before
+        self._digest.begin()
+        model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
+        support, plan = check_caches(model), self._settings.memory_plan(model)
+        notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, plan))
+        model = replace(model, cache_support=replace(support, notes=notes))
+        model = with_images_tried(model, plan.image_feature_bytes)
+        self._digest.confirm()
+        scheduler = self._new_scheduler(model)
+        _draw_two_tokens(scheduler, self._settings.default_sampling)
+        scheduler.cache.begin_anew()
+        self._open_disk(scheduler.cache, model)
+        return model, scheduler
+
+    def end(self) -> None:
+        """Wire nothing any more, and let MLX hold as many freed buffers as before."""
+        self.ledger = None
+        mx.synchronize()
+        self._wired.end()
+        if self._found_cache_limit is not None:
+            mx.set_cache_limit(self._found_cache_limit)
+
+    def _new_scheduler(self, model: LoadedModel) -> Scheduler:
+        memory = self.ledger = self._new_ledger(model)
+        return Scheduler(
+            model,
+            self._settings.budget(model),
+            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # a name of its own
+            prefill_step_size=self._settings.prefill_step_size,
+            watchdog_seconds=self._settings.watchdog_seconds,
+            stream_share=self._settings.stream_share,
+            report=self._report,
+            warming=self._settings.warming,
+            send_tokens=self._send_tokens,
+        )
+
+    def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
+        """The ledger of all memory that grows with work. From here on MLX holds no more freed buffers, and wires no
+        more, than it may."""
+        plan = self._settings.memory_plan(model)
+        self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
+        mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
+        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.weight_bytes, plan))
+        memory = MemoryLedger(plan, self._report)
+        memory.open("buffers", mx.get_cache_memory)
+        if (vision := model.vision) is not None:
+            memory.open("image_features", lambda: vision.tower.num_bytes)
+        for account, read in self.outside.items():
+            memory.open(account, read)
+        return memory
+
+    def _open_disk(self, cache: PrefixCache, model: LoadedModel) -> None:
+        """Begin to use the disk, so late that nothing of the warm-up is kept. What outlives the process waits for a
+        name."""
+        if (settings := self._settings.disk) is None:
+            return
+        plan = self._settings.memory_plan(model)
+        settings = replace(
+            settings, max_queued_bytes=plan.write_queue_bytes, max_read_ahead_bytes=plan.read_ahead_bytes
+        )
+        cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
+        if model.cache_support.can_keep and settings.is_ephemeral:
+            use_disk(cache, settings, self._report)
+        elif model.cache_support.can_keep:
+            cache.is_unnamed = True
+            self._digest.when_known(partial(self._name, settings))
+
+    def _name(self, settings: DiskSettings, fingerprint: str) -> None:
+        """Begin to use the disk between two steps: it is known what was loaded. On the thread that found it out."""
+        name = kv_fingerprint(fingerprint, self._settings.kv)
+        with suppress(NotReady):
+            self._put(lambda scheduler: use_disk(scheduler.cache, settings, self._report, name) if scheduler else None)
+
+
+def _draw_two_tokens(scheduler: Scheduler, sampling: SamplingParams) -> None:
+    """Draw two tokens as a request would: kernels are compiled at their first use, which can take seconds.
+
+    Raises ModelLoadError for a model that loads but cannot generate.
+    """
+    request = GenerationRequest(RequestId("warm-up"), TokenSequence((0, 0)), 2, sampling, frozenset())
+    handle = RequestHandle(request)
+    scheduler.add(Row(handle, lambda: None))
+    while not scheduler.is_idle:
+        scheduler.tick()
+    for batch in handle.batches(0):
+        if batch and isinstance(batch[-1], GenerationFailed):
+            raise ModelLoadError(f"The model was loaded, but it cannot generate: {batch[-1].error}")
