@@ -43,7 +43,7 @@ from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_
 from kvserve.observe.requests import Seeing
 from kvserve.observe.snapshot import Look
 from kvserve.observe.terminal import BannerFacts, Terminal, size_text
-from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.requests.agent_turns import Agents, Models

@@ -23,8 +23,8 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import RequestError
-from kvserve.protocols.anthropic_errors import encode_error
-from kvserve.protocols.anthropic_signature import sign
+from kvserve.protocols.error_bodies import encode_anthropic_error
+from kvserve.protocols.sealed_thinking import sign
 
 type Event = dict[str, object]
 
@@ -90,7 +90,7 @@ class MessageStreamEncoder:
 
     def error_chunk(self, error: RequestError) -> Event:
         """The last event of a stream that failed after it began."""
-        return encode_error(error)
+        return encode_anthropic_error(error)
 
     def encode(self, event: AnswerEvent) -> list[Event]:
         """The wire's events for `event`; none while waiting."""

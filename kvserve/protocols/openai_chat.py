@@ -23,13 +23,13 @@ from kvserve.core import (
     ToolCallPiece,
     ToolCallStart,
     Turn,
+    Usage,
     Waiting,
 )
 from kvserve.errors import BadRequest, RequestError
-from kvserve.protocols.field_names import FieldNames
-from kvserve.protocols.fields import flag, places, text, with_extra_body
+from kvserve.protocols.error_bodies import encode_openai_error
+from kvserve.protocols.fields import FieldNames, flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
-from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_messages import read_messages, read_prediction
 from kvserve.protocols.openai_tools import (
     field_names,
@@ -38,7 +38,6 @@ from kvserve.protocols.openai_tools import (
     read_tool_choice,
     read_tools,
 )
-from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
@@ -172,7 +171,7 @@ class ChatStreamEncoder:
 
     def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
         """The last event of a stream that failed after it began: the error's body, which clients raise."""
-        return encode_error(error)
+        return encode_openai_error(error)
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         """The chunks for `event`: none while waiting, two for the end if the client asked for usage."""
@@ -257,3 +256,25 @@ def _encode_function(call: ToolCallBlock) -> dict[str, object]:
 
 def _finish_reason(reason: FinishReason, *, uses_functions: bool) -> str:
     return "function_call" if uses_functions and reason == "tool_calls" else reason
+
+
+# --- usage -----------------------------------------------------------------------------------------------------------
+
+
+def encode_usage(usage: Usage) -> dict[str, object]:
+    """Prompt tokens include cached and written tokens, completion tokens include reasoning tokens. Predictions are not
+    used, so both of their counts are 0."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_written_tokens,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }

@@ -20,12 +20,20 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import BadRequest, RequestError
-from kvserve.protocols.field_names import FieldNames
-from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
+from kvserve.protocols.error_bodies import encode_openai_error
+from kvserve.protocols.fields import (
+    MAX_TOKEN_COUNT,
+    FieldNames,
+    filled_text,
+    integer,
+    list_of,
+    mistyped,
+    text,
+    with_extra_body,
+)
 from kvserve.protocols.logprobs import completion_logprobs, read_completion_logprobs
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.openai_chat import encode_usage
 from kvserve.protocols.openai_tools import content_names, read_response_format
-from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
@@ -127,7 +135,7 @@ class CompletionStreamEncoder:
 
     def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
         """The last event of a stream that failed after it began: the error's body, which clients raise."""
-        return encode_error(error)
+        return encode_openai_error(error)
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         """The chunks for `event`. Raises TypeError for reasoning and calls: a completion has neither."""

@@ -28,9 +28,9 @@ from kvserve.core import (
 from kvserve.errors import RequestError
 from kvserve.protocols.logprobs import response_delta_logprobs, response_logprobs
 from kvserve.protocols.responses_items import item_id
-from kvserve.protocols.responses_reasoning import seal_reasoning
 from kvserve.protocols.responses_request import Described
 from kvserve.protocols.responses_tools import CustomInput, call_item
+from kvserve.protocols.sealed_thinking import seal_reasoning
 
 type Wire = dict[str, object]
 type Status = Literal["in_progress", "completed", "incomplete", "failed"]

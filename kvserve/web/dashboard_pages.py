@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvserve.core import JsonObject
 from kvserve.errors import NotFound, NotReady, RequestError
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.web.exchange import Header, HttpExchange
 from kvserve.web.service import WebService
 
@@ -79,7 +79,7 @@ def _watch(exchange: HttpExchange, service: WebService) -> None:
 
 
 def _error_chunk(error: RequestError) -> JsonObject:
-    return encode_error(error)
+    return encode_openai_error(error)
 
 
 def _send_file(exchange: HttpExchange, name: str) -> None:

@@ -7,12 +7,12 @@ from urllib.parse import parse_qsl
 from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
-from kvserve.protocols.principal import read_principal
+from kvserve.protocols.placeholders import answer_in_words
 from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
-from kvserve.protocols.unserved import answer_in_words
+from kvserve.protocols.session import read_principal
 from kvserve.web.exchange import HttpExchange
 from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService

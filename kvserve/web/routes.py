@@ -6,19 +6,18 @@ from urllib.parse import parse_qs, parse_qsl
 from kvserve.core import JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
-from kvserve.protocols import (
-    anthropic_errors,
-    anthropic_messages,
-    anthropic_models,
-    openai_chat,
-    openai_completions,
-    openai_models,
-)
+from kvserve.protocols import anthropic_messages, openai_chat, openai_completions
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
+from kvserve.protocols.error_bodies import ANTHROPIC_STATUSES, encode_anthropic_error, encode_openai_error
 from kvserve.protocols.fields import decode_body
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.model_cards import (
+    encode_anthropic_model,
+    encode_anthropic_model_list,
+    encode_openai_model,
+    encode_openai_model_list,
+)
+from kvserve.protocols.placeholders import answer_in_words
 from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
-from kvserve.protocols.unserved import answer_in_words
 from kvserve.requests.serve import collect
 from kvserve.warming.prewarming import WAIT_SECONDS, Prewarming, raise_for
 from kvserve.web.agent_routes import AGENT_ROUTES
@@ -128,9 +127,9 @@ def get_models(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/models, in the form of the API that the client speaks."""
     if _speaks_anthropic(exchange):
         query = dict(parse_qsl(exchange.head.query))
-        exchange.send_json(200, anthropic_models.encode_model_list(service.list_models(), query))
+        exchange.send_json(200, encode_anthropic_model_list(service.list_models(), query))
         return
-    exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
+    exchange.send_json(200, encode_openai_model_list(service.list_models()))
 
 
 def get_model(exchange: HttpExchange, service: WebService) -> None:
@@ -140,14 +139,14 @@ def get_model(exchange: HttpExchange, service: WebService) -> None:
     card = cards.get(exchange.path_rest)
     if card is None:
         raise NotFound(f"The model {exchange.path_rest!r} is not served here.", param="model")
-    exchange.send_json(200, (anthropic_models if is_anthropic else openai_models).encode_model(card))
+    exchange.send_json(200, (encode_anthropic_model if is_anthropic else encode_openai_model)(card))
 
 
 def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) -> bool:
     """Whether the client speaks Anthropic's API on a path of both APIs; its errors then take that form."""
     if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
         return False
-    exchange.encode_error, exchange.own_statuses = anthropic_errors.encode_error, anthropic_errors.STATUSES
+    exchange.encode_error, exchange.own_statuses = encode_anthropic_error, ANTHROPIC_STATUSES
     return True
 
 
@@ -244,16 +243,16 @@ ROUTES = (
         "/v1/messages",
         post_messages,
         needs_body=True,
-        encode_error=anthropic_errors.encode_error,
-        statuses=anthropic_errors.STATUSES,
+        encode_error=encode_anthropic_error,
+        statuses=ANTHROPIC_STATUSES,
     ),
     Route(
         "POST",
         "/v1/messages/count_tokens",
         post_count_tokens,
         needs_body=True,
-        encode_error=anthropic_errors.encode_error,
-        statuses=anthropic_errors.STATUSES,
+        encode_error=encode_anthropic_error,
+        statuses=ANTHROPIC_STATUSES,
     ),
     Route("POST", "/v1/responses", post_response, needs_body=True),
     Route("GET", "/v1/responses/*", get_response),
@@ -277,4 +276,4 @@ ROUTES = (
 def make_router(service: WebService) -> Router:
     """The table bound to a service. Errors outside every route take OpenAI's form. Clients may leave `/v1` out of their
     base URL, as many do with local servers."""
-    return Router(ROUTES, service, encode_error, prefix="/v1")
+    return Router(ROUTES, service, encode_openai_error, prefix="/v1")

@@ -5,7 +5,7 @@ from threading import Semaphore
 from typing import Any, Protocol
 
 from kvserve.core import JsonObject, RequestDefaults, Turn
-from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.requests.agent_turns import Agents
 from kvserve.requests.deferred import RunningTurn

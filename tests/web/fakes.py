@@ -28,7 +28,7 @@ from kvserve.core import (
 )
 from kvserve.engine.rows import RequestHandle
 from kvserve.errors import NotFound, RequestError
-from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer, WebSettings
