@@ -28,8 +28,8 @@ OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
 ORDER = (
     ("core", "errors"),
     ("settings",),
-    ("config", "agents", "cache", "canonical", "demo", "output", "prompt", "protocols", "proxy", "sessions"),
-    ("engine", "explain"),
+    ("config", "agents", "cache", "canonical", "demo", "output", "prompt", "protocols", "sessions"),
+    ("engine", "explain", "proxy"),
     ("identity",),
     ("requests",),
     ("observe", "warming"),
@@ -78,11 +78,12 @@ DOORS_BETWEEN = {
     "kvserve.canonical": ("kvserve.settings.rules",),
     "kvserve.config": ("kvserve.settings",),
     "kvserve.explain": ("kvserve.sessions",),
+    "kvserve.proxy": ("kvserve.protocols.error_bodies", "kvserve.protocols.fields", "kvserve.settings.ports"),
     "kvserve.observe": ("kvserve.requests.request_facts",),
 }
 """The engine owns the prefix tree (.context/decisions/0001), an explanation compares records, the terminal shows
-facts of requests; of what is looked at before a start, a few read the same tables and files. Nobody else but the
-joiners looks into another room."""
+facts of requests, the guard of port 4000 reads bodies and writes errors as port 8080 does; of what is looked at before
+a start, a few read the same tables and files. Nobody else but the joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:

@@ -18,7 +18,7 @@ from kvserve.observe.requests import SeeingSettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.access import is_loopback
-from kvserve.proxy.settings import ProxySettings
+from kvserve.proxy.generate import ProxySettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.settings.kinds import aliases_in

@@ -102,13 +102,14 @@ def _finite_float(digits: str) -> float:
 def _check_nesting(value: object) -> None:
     level = [value]
     for _ in range(MAX_NESTING):
-        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
+        level = [child for parent in level for child in children(parent) if isinstance(child, dict | list)]
         if not level:
             return
     raise _too_deep()
 
 
-def _children(value: object) -> Iterator[object]:
+def children(value: object) -> Iterator[object]:
+    """The values in an object or array; none in any other value."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list):
@@ -253,12 +254,17 @@ def mapping(value: object, path: str) -> Fields:
 
 def single_keys(value: object, path: str) -> Fields:
     """A JSON object without equal keys in it: of two values one would be lost."""
+    refuse_equal_keys(value, path)
+    return mapping(value, path)
+
+
+def refuse_equal_keys(value: object, path: str) -> None:
+    """Raises BadRequest where an object in `value` names a key twice."""
     level = [value]
     while level:
         if any(isinstance(child, EqualKeys) for child in level):
             raise BadRequest(f"{path}: a key is named twice in one object; give each key once.", param=path)
-        level = [child for parent in level for child in _children(parent)]
-    return mapping(value, path)
+        level = [child for parent in level for child in children(parent)]
 
 
 def word(*words: str) -> Reader[str]:

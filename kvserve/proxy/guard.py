@@ -32,8 +32,7 @@ from kvserve.proxy.asgi import (
     replay,
     with_request_id,
 )
-from kvserve.proxy.envelope import EMPTY_BODY, native_scope, run_while_wanted
-from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, EMPTY_BODY, ProxyExchange, native_scope, run_while_wanted
 from kvserve.proxy.paths import Envelope, ProxyRoute, find_route, versioned
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0

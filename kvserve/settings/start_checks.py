@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvserve.errors import ModelLoadError, PortTaken, SettingError, StartupError
+from kvserve.errors import ModelLoadError, SettingError, StartupError
 from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
 from kvserve.settings.model_config import read_config
-from kvserve.settings.ports import describe_holder, error_of_binding, refuse_unusable_address, somebody_listens
+from kvserve.settings.ports import error_of_binding, proxy_port_taken, refuse_unusable_address, somebody_listens
 from kvserve.settings.rules import policies_in
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
@@ -173,10 +173,7 @@ def _refuse_unusable_proxy_port(port: int, state_dir: Path) -> None:
         return
     error = error_of_binding(LOOPBACK, port)
     if somebody_listens(LOOPBACK, port) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
-        raise PortTaken(
-            f"Port {port} for the LiteLLM proxy is taken by {describe_holder(port)}. It was left alone. Stop it, "
-            "choose another PROXY_PORT, or start with --no-proxy."
-        )
+        raise proxy_port_taken(port)
     if isinstance(error, OSError):
         expected = f"a port that can be listened on ({error.strerror}); --no-proxy starts without LiteLLM"
         raise SettingError("PROXY_PORT", port, expected)

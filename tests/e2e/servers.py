@@ -21,8 +21,8 @@ from typing import Any
 
 from kvserve.config import Settings, setting_key
 from kvserve.observe.log import parse_line
+from kvserve.proxy.generate import ProxyFiles
 from kvserve.proxy.ownership import PidFile, ProcessIdentity, identify
-from kvserve.proxy.settings import ProxyFiles
 from tests.proxy.stubs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.proxy.generate import child_command, child_environment, guard_rules, litellm_config, write_files
+from kvserve.proxy.generate import (
+    ProxySettings,
+    child_command,
+    child_environment,
+    guard_rules,
+    litellm_config,
+    write_files,
+)
 from kvserve.proxy.guard import GuardRules
-from kvserve.proxy.settings import ProxySettings
 
 
 def settings(folder: Path, key: str | None = None) -> ProxySettings:

@@ -14,9 +14,9 @@ import pytest
 
 from kvserve.errors import PortTaken, StartupError
 from kvserve.proxy import litellm
+from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.ownership import identify, is_port_free
-from kvserve.proxy.settings import ProxySettings
 from tests.laws import sampled_cells
 from tests.proxy.stubs import free_port
 
