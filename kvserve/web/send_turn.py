@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
 from kvserve.errors import EngineFailure, NotReady, RequestError
-from kvserve.requests.deferred import RunningTurn
+from kvserve.requests.deferred import ClientTurn
 from kvserve.web.exchange import HttpExchange
 from kvserve.web.sse import UNNAMED, EventStream, Framing
 
@@ -32,7 +32,7 @@ class StreamEncoder(Protocol):
 
 def stream_turn(
     exchange: HttpExchange,
-    running: RunningTurn,
+    running: ClientTurn,
     encoder: StreamEncoder,
     first: Sequence[JsonObject],
     framing: Framing = UNNAMED,
@@ -69,7 +69,7 @@ class _Streaming:
     sends them, never both at once."""
 
     def __init__(
-        self, exchange: HttpExchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream
+        self, exchange: HttpExchange, running: ClientTurn, encoder: StreamEncoder, stream: EventStream
     ) -> None:
         self._exchange = exchange
         self._running = running
@@ -123,7 +123,7 @@ class _Streaming:
             self._last_output = now
 
 
-def complete_events(exchange: HttpExchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
+def complete_events(exchange: HttpExchange, running: ClientTurn, poll_seconds: float) -> Generator[AnswerEvent]:
     """The events up to `Finished`.
 
     Raises NotReady if the server stops before that, so that no client takes a part for the whole, and EngineFailure if
@@ -144,7 +144,7 @@ def complete_events(exchange: HttpExchange, running: RunningTurn, poll_seconds: 
             running.cancel()
 
 
-def whole_answer_events(exchange: HttpExchange, running: RunningTurn) -> Generator[AnswerEvent]:
+def whole_answer_events(exchange: HttpExchange, running: ClientTurn) -> Generator[AnswerEvent]:
     """The same for an answer that is sent whole. Raises ClientGone if the client has left before an event."""
     with closing(complete_events(exchange, running, exchange.settings.poll_seconds)) as events:
         for event in events:

@@ -8,7 +8,7 @@ from kvserve.core import JsonObject, RequestDefaults, Turn
 from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.requests.agent_turns import Agents
-from kvserve.requests.deferred import RunningTurn
+from kvserve.requests.deferred import ClientTurn
 from kvserve.warming.prewarming import Prewarming
 
 
@@ -79,7 +79,7 @@ class Service[Model: NamedModel](Protocol):
     def prewarm(self, turn: Turn, served: Model) -> Prewarming:
         """Queue the prefix that requests like this begin with. Raises RequestError."""
 
-    def serve(self, turn: Turn, served: Model) -> RunningTurn:
+    def serve(self, turn: Turn, served: Model) -> ClientTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""
 
     def answered_in_words(self, turn: Turn, served: Model) -> None:

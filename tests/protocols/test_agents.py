@@ -13,11 +13,11 @@ from kvserve.core import (
     ToolResultBlock,
     Usage,
 )
+from kvserve.core.agent_nouns import NewAgent
 from kvserve.errors import BadRequest
 from kvserve.protocols.agents import (
     AgentNote,
     AgentStreamEncoder,
-    CreateRequest,
     encode_message,
     iso_time,
     parse_create,
@@ -27,7 +27,7 @@ from kvserve.protocols.openai_chat import ChatStreamEncoder
 
 def test_a_body_that_says_nothing_makes_a_plain_agent() -> None:
     """It persists, and everything else is the server's."""
-    assert parse_create({}) == CreateRequest(None, None, None, None, persist=True)
+    assert parse_create({}) == NewAgent()
 
 
 @pytest.mark.parametrize("name", ["system_prompt", "system"])
