@@ -15,7 +15,7 @@ from kvserve.core.keeping import Scope, UnderWay
 from kvserve.engine.cache_records import ForgottenKv
 from kvserve.errors import BadRequest, NotReady
 from kvserve.identity.owner import belongs_to
-from kvserve.observe.requests import Seeing
+from kvserve.observe.observability import Observability
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.warming.speculative_prefill import SpeculativePrefill
 
@@ -33,7 +33,7 @@ class Forgetting:
         pool: ModelPool,
         next_turns: SpeculativePrefill | None,
         responses: ResponseStore,
-        seeing: Seeing,
+        seeing: Observability,
         *,
         parts_sessions: bool,
     ) -> None:

@@ -24,11 +24,11 @@ from kvserve.app.wiring import (
     agent_store,
     catalogue_settings,
     identity_settings,
+    observability_settings,
     proxy_settings,
     remote_pictures,
     request_defaults,
     response_store,
-    seeing_settings,
     url_host,
     web_settings,
 )
@@ -39,9 +39,9 @@ from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import ModelLoadError, NotReady, RequestError
+from kvserve.observe.dashboard import Look
+from kvserve.observe.observability import Observability
 from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_body
-from kvserve.observe.requests import Seeing
-from kvserve.observe.snapshot import Look
 from kvserve.observe.terminal import BannerFacts, Terminal, size_text
 from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
@@ -54,8 +54,8 @@ from kvserve.sessions.lineage import SessionView
 from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
 from kvserve.warming.prewarming import Prewarming, prewarm
 from kvserve.warming.speculative_prefill import SpeculativePrefill
+from kvserve.web.http_server import HttpServer
 from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer
 
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""
@@ -77,7 +77,7 @@ class Server:
         self.is_fetching = False
         self._proxy: LitellmProxy | None = None
         self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
-        self._seeing = Seeing(seeing_settings(self._settings, launch.disk_cache), terminal, self._look)
+        self._seeing = Observability(observability_settings(self._settings, launch.disk_cache), terminal, self._look)
         self._proxy_secret = secrets.token_hex(16)
         web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
         self._server = HttpServer(web, make_router(self), terminal.error)

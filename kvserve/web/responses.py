@@ -13,10 +13,9 @@ from kvserve.protocols.responses_request import ResponsesRequest, parse_response
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from kvserve.protocols.session import read_principal
-from kvserve.web.exchange import HttpExchange
+from kvserve.web.exchange import NAMED, HttpExchange
 from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
-from kvserve.web.sse import NAMED
 
 
 def post_response(exchange: HttpExchange, service: WebService) -> None:

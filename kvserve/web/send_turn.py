@@ -11,8 +11,7 @@ from typing import Protocol
 from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
 from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.requests.deferred import ClientTurn
-from kvserve.web.exchange import HttpExchange
-from kvserve.web.sse import UNNAMED, EventStream, Framing
+from kvserve.web.exchange import UNNAMED, EventStream, Framing, HttpExchange
 
 _STOPPED = "The server is shutting down; the answer was not finished."
 

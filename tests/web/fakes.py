@@ -30,8 +30,8 @@ from kvserve.engine.rows import RequestHandle
 from kvserve.errors import NotFound, RequestError
 from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
+from kvserve.web.http_server import HttpServer, WebSettings
 from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer, WebSettings
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for what has to come, on however busy a machine; it proves nothing by that time."""
@@ -200,13 +200,15 @@ def serving(service: FakeService | None = None, **changes: object) -> Iterator[S
     server = HttpServer(replace(SETTINGS, **changes), make_router(service), reports.append)  # type: ignore[arg-type]
     server.bind()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvserve.web.server._ACCEPT_POLL_SECONDS", 0.01)  # so long its end is waited for, in every test
+        patch.setattr(
+            "kvserve.web.http_server._ACCEPT_POLL_SECONDS", 0.01
+        )  # so long its end is waited for, in every test
         server.start()
     try:
         yield Served(server, service, reports)
     finally:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvserve.web.server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
+            patch.setattr("kvserve.web.http_server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
             assert server.close(PATIENCE_SECONDS), "a connection's thread is still alive"
 
 

@@ -12,8 +12,8 @@ import pytest
 from kvserve.core import ContentDelta
 from kvserve.errors import PortTaken, SettingError
 from kvserve.web import connections
+from kvserve.web.http_server import HttpServer
 from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer
 from tests.web.fakes import (
     CHAT,
     FINISHED,
