@@ -227,12 +227,12 @@ def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept
         second = said(f"{'hello ' * 50}{word}, edited", answer, again)
         assert word in app.get(f"{EXPLAIN}/{second['id']}").body.decode()
         said("Somebody else's.", session="kept")
-        assert (word in str(app.app.dashboard())) is (num_kept > 1)
+        assert (word in str(app.app.observability.dashboard())) is (num_kept > 1)
         told = delete(app, "/v1/cache?session=gone").json
         assert told["is_done"] and told["num_explanations"] == (2 if num_kept > 1 else 0)
         del first, answer, second
         assert values_with(app.app, word) == []
-        shown = app.app.dashboard()["sessions"]
+        shown = app.app.observability.dashboard()["sessions"]
         assert [each["name"][:4] for each in shown] == ["kept"] and shown[0]["branches"][0]["last"]
 
 

@@ -33,7 +33,7 @@ class Forgetting:
         pool: ModelPool,
         next_turns: SpeculativePrefill | None,
         responses: ResponseStore,
-        seeing: Observability,
+        observability: Observability,
         *,
         parts_sessions: bool,
     ) -> None:
@@ -42,7 +42,7 @@ class Forgetting:
         self._pool = pool
         self._next_turns = next_turns
         self._responses = responses
-        self._seeing = seeing
+        self._observability = observability
         self._under_way = UnderWay()
 
     def begin(self, turn: Turn) -> None:
@@ -79,5 +79,5 @@ class Forgetting:
             "disk_bytes": kept.num_disk_bytes,
             "is_done": kept.is_done and all(each.is_done for each in gone),
             "num_responses": num_responses,
-            **self._seeing.forget(scope),
+            **self._observability.forget(scope),
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kvserve.core import (
+    Answer,
     AnswerEvent,
     Finished,
     ImageBlock,
@@ -23,7 +24,7 @@ from kvserve.core import (
 from kvserve.core.agent_nouns import Agent, NewAgent
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, Fields, flag, integer, mistyped, text
-from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, parse_chat
+from kvserve.protocols.openai_chat import ChatEncoder, ChatRequest, parse_chat
 from kvserve.protocols.openai_messages import PLAIN_PARTS, content_reader
 
 PROTOCOL = "agents"
@@ -207,10 +208,10 @@ def encode_note(note: AgentNote) -> dict[str, object]:
     }
 
 
-class AgentStreamEncoder:
-    """The chunks of a chat; the one with the finish reason has `agent` too."""
+class AgentEncoder:
+    """The chunks of a chat, or its whole body; what has the finish reason has `agent` too."""
 
-    def __init__(self, chat: ChatStreamEncoder, note: Callable[[], AgentNote]) -> None:
+    def __init__(self, chat: ChatEncoder, note: Callable[[], AgentNote]) -> None:
         self._chat = chat
         self._note = note
         self.role_chunk = chat.role_chunk
@@ -222,3 +223,6 @@ class AgentStreamEncoder:
         if isinstance(event, Finished):
             chunks[0] = {**chunks[0], "agent": encode_note(self._note())}
         return chunks
+
+    def encode_whole(self, answer: Answer) -> dict[str, object]:
+        return {**self._chat.encode_whole(answer), "agent": encode_note(self._note())}

@@ -134,8 +134,9 @@ def chat_id(request_id: RequestId) -> str:
     return f"chatcmpl-{request_id}"
 
 
-class ChatStreamEncoder:
-    """Turns the events of one answer into chunks, in order. It remembers only how many calls it has sent."""
+class ChatEncoder:
+    """Turns the events of one answer into chunks, in order, or the whole answer into one message. It remembers only how
+    many calls it has sent."""
 
     def __init__(
         self,
@@ -194,6 +195,25 @@ class ChatStreamEncoder:
                 end = self._chunk({}, _finish_reason(reason, uses_functions=self._uses_functions))
                 return [end, *([usage_chunk] if self._include_usage else [])]
 
+    def encode_whole(self, answer: Answer) -> dict[str, object]:
+        """The body of an answer that is not streamed: its message equals the joined chunks."""
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": None if answer.calls and not answer.content else answer.content,
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls and self._uses_functions:
+            message["function_call"] = _encode_function(answer.calls[0])
+        elif answer.calls:
+            message["tool_calls"] = [_encode_call(call) for call in answer.calls]
+        logprobs = chat_logprobs(answer.tokens) if self._with_logprobs else None
+        finish_reason = _finish_reason(answer.finished.reason, uses_functions=self._uses_functions)
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = encode_usage(answer.finished.usage)
+        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage}
+
     def _call_chunk(self, function: JsonObject, **head: str) -> dict[str, object]:
         """A piece of the current call."""
         if self._uses_functions:
@@ -210,40 +230,6 @@ class ChatStreamEncoder:
         if self._with_logprobs:
             choice["logprobs"] = chat_logprobs(tokens) if tokens is not None else None
         return {**self._head, "choices": [choice], **({"usage": None} if self._include_usage else {})}
-
-
-def encode_answer(
-    answer: Answer,
-    request_id: RequestId,
-    model: str,
-    created: int,
-    *,
-    with_logprobs: bool = False,
-    uses_functions: bool = False,
-) -> dict[str, object]:
-    """The body of an answer that is not streamed: its message equals the joined chunks."""
-    message: dict[str, object] = {
-        "role": "assistant",
-        "content": None if answer.calls and not answer.content else answer.content,
-        "refusal": None,
-    }
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls and uses_functions:
-        message["function_call"] = _encode_function(answer.calls[0])
-    elif answer.calls:
-        message["tool_calls"] = [_encode_call(call) for call in answer.calls]
-    logprobs = chat_logprobs(answer.tokens) if with_logprobs else None
-    finish_reason = _finish_reason(answer.finished.reason, uses_functions=uses_functions)
-    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-    return {
-        "id": chat_id(request_id),
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [choice],
-        "usage": encode_usage(answer.finished.usage),
-    }
 
 
 def _encode_call(call: ToolCallBlock) -> dict[str, object]:

@@ -119,13 +119,18 @@ def completion_id(request_id: RequestId) -> str:
     return f"cmpl-{request_id}"
 
 
-class CompletionStreamEncoder:
-    """Turns the events of one completion into chunks, in order."""
+class CompletionEncoder:
+    """Turns the events of one completion into chunks, in order, or the whole completion into one body."""
 
     def __init__(
         self, request_id: RequestId, model: str, created: int, include_usage: bool, *, with_logprobs: bool = False
     ) -> None:
-        self._head = _head(request_id, model, created)
+        self._head = {
+            "id": completion_id(request_id),
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
         self._include_usage = include_usage
         self._with_logprobs = with_logprobs
 
@@ -149,25 +154,19 @@ class CompletionStreamEncoder:
                 return [self._chunk("", reason), *([usage_chunk] if self._include_usage else [])]
         raise TypeError(f"a completion has no {type(event).__name__}")
 
+    def encode_whole(self, answer: Answer) -> dict[str, object]:
+        """The body of a completion that is not streamed. Raises TypeError for reasoning or calls."""
+        if answer.reasoning or answer.calls:
+            raise TypeError("a completion has neither reasoning nor calls")
+        tokens = answer.tokens if self._with_logprobs else None
+        choice = _encode_choice(answer.content, answer.finished.reason, tokens)
+        return {**self._head, "choices": [choice], "usage": encode_usage(answer.finished.usage)}
+
     def _chunk(
         self, text: str, finish_reason: FinishReason | None = None, tokens: Sequence[ContentToken] | None = None
     ) -> dict[str, object]:
         body = {**self._head, "choices": [_encode_choice(text, finish_reason, tokens)]}
         return {**body, "usage": None} if self._include_usage else body
-
-
-def encode_completion(
-    answer: Answer, request_id: RequestId, model: str, created: int, *, with_logprobs: bool = False
-) -> dict[str, object]:
-    """The body of a completion that is not streamed. Raises TypeError for reasoning or calls."""
-    if answer.reasoning or answer.calls:
-        raise TypeError("a completion has neither reasoning nor calls")
-    choice = _encode_choice(answer.content, answer.finished.reason, answer.tokens if with_logprobs else None)
-    return {**_head(request_id, model, created), "choices": [choice], "usage": encode_usage(answer.finished.usage)}
-
-
-def _head(request_id: RequestId, model: str, created: int) -> dict[str, object]:
-    return {"id": completion_id(request_id), "object": "text_completion", "created": created, "model": model}
 
 
 def _encode_choice(

@@ -7,10 +7,10 @@ It joins rooms and writes prompts as requests do. What is reused is decided by t
 here can hide anything; an engine that has something else to do does that first.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvserve.core import Message, MessageStart, TextBlock, TokenSequence, Turn
-from kvserve.engine.warming import Warming, WarmJob
+from kvserve.engine.warming import Warming, WarmJob, WarmResult
 from kvserve.errors import ContextOverflow, EngineFailure, NotReady
 from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
 from kvserve.requests.serve import preview
@@ -21,32 +21,16 @@ WAIT_SECONDS = 600.0
 """An engine that found no time in so long will find none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prewarming:
-    """A client's wish that is being fulfilled."""
-
-    model: str
-    warming: Warming
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is over."""
-        return self.warming.wait(seconds) is not None
-
-    def cancel(self) -> None:
-        """Nobody wants it any more."""
-        self.warming.cancel()
-
-
-def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
+def prewarm(turn: Turn, served: ServedModel) -> Warming:
     """Have what requests with these messages and tools begin with computed soon, unless their owner was forgotten since
     the wish came. Raises RequestError."""
     with served.keeping(turn) as may_keep:
         job = _job(turn, served)
         if may_keep:
-            return Prewarming(served.name, served.engine.warm(job))
+            return served.engine.warm(job)
     dropped = Warming(job)
     dropped.drop("forgotten")
-    return Prewarming(served.name, dropped)
+    return dropped
 
 
 def _job(turn: Turn, served: ServedModel) -> WarmJob:
@@ -92,12 +76,11 @@ def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
     ]
 
 
-def raise_for(warming: Warming) -> None:
+def raise_for(result: WarmResult) -> None:
     """Raises what a client must hear of a job that is over: it failed, or the engine goes."""
-    result = warming.result
-    if result is not None and result.state == "failed":
+    if result.state == "failed":
         raise EngineFailure(f"The prefix could not be computed: {result.reason}")
-    if result is not None and result.reason in ("shutdown", "not ready"):
+    if result.reason in ("shutdown", "not ready"):
         raise NotReady("The model does not compute now.", retry_after_seconds=10)
 
 

@@ -70,7 +70,7 @@ def _watch(exchange: HttpExchange, service: WebService) -> None:
     exchange.may_keep_connection = False
     stream = exchange.open_stream(_error_chunk)
     while not exchange.is_last:
-        stream.send([service.dashboard()])
+        stream.send([service.observability.dashboard()])
         wake_at = time.monotonic() + INTERVAL_SECONDS
         while not exchange.is_last and (left := wake_at - time.monotonic()) > 0:
             exchange.check_client()

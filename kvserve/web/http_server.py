@@ -18,7 +18,6 @@ from typing import Any
 from kvserve.errors import NotReady
 from kvserve.settings.ports import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.connections import ConnectionTable, OpenConnection
-from kvserve.web.exchange import HttpExchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
@@ -201,19 +200,11 @@ class _Listener(ThreadingHTTPServer):
             self._front.connections.leave(entry)
 
     def _refuse(self, connection: socket.socket) -> None:
-        front = self._front
-        exchange = HttpExchange(
-            connection,
-            ConnectionReader(connection),
-            front.settings,
-            front.connections,
-            front.router.encode_error,
-            front.router.service.count_error,
-        )
+        exchange = self._front.exchange(connection, ConnectionReader(connection))
         with contextlib.suppress(ClientGone, OSError):
             exchange.fail(NotReady("The server has as many connections as it may have; try again soon."))
             connection.shutdown(socket.SHUT_WR)
-        self._refused.append((time.monotonic() + front.settings.linger_seconds, connection))
+        self._refused.append((time.monotonic() + self._front.settings.linger_seconds, connection))
 
 
 def _wait_for_others() -> None:

@@ -7,14 +7,13 @@ from urllib.parse import parse_qsl
 from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
-from kvserve.protocols.placeholders import answer_in_words
 from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from kvserve.protocols.session import read_principal
 from kvserve.web.exchange import NAMED, HttpExchange
-from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
+from kvserve.web.send_turn import begin_turn, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 
 
@@ -26,30 +25,13 @@ def post_response(exchange: HttpExchange, service: WebService) -> None:
     served = service.begin(request.turn)
     encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
     keeping = _KeepingEncoder(encoder, request, service.responses)
-    if request.words is not None:
-        service.answered_in_words(request.turn, served)
-        _send_words(exchange, request, encoder, keeping)
-        return
     with request.names.speaking():
-        running = service.serve(request.turn, served)
+        running = begin_turn(service, request.turn, served, request.words)
         if request.stream:
             stream_turn(exchange, running, keeping, encoder.first_events(), NAMED)
             return
         for event in whole_answer_events(exchange, running):
             keeping.encode(event)
-    exchange.send_json(200, encoder.response)
-
-
-def _send_words(
-    exchange: HttpExchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
-) -> None:
-    """Send the answer that needs no model."""
-    events = answer_in_words(request.words or "")
-    if request.stream:
-        send_events(exchange, events, keeping, NAMED, first=encoder.first_events())
-        return
-    for event in events:
-        keeping.encode(event)
     exchange.send_json(200, encoder.response)
 
 

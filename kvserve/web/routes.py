@@ -4,6 +4,7 @@ import time
 from urllib.parse import parse_qs, parse_qsl
 
 from kvserve.core import JsonObject, key_digest
+from kvserve.engine.warming import Warming, WarmResult
 from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.protocols import agents, anthropic_messages, openai_chat, openai_completions
@@ -16,15 +17,15 @@ from kvserve.protocols.model_cards import (
     encode_openai_model,
     encode_openai_model_list,
 )
-from kvserve.protocols.placeholders import answer_in_words
 from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
+from kvserve.requests.deferred import ClientTurn
 from kvserve.requests.serve import collect
-from kvserve.warming.prewarming import WAIT_SECONDS, Prewarming, raise_for
+from kvserve.warming.prewarming import WAIT_SECONDS, raise_for
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import NAMED, HttpExchange
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
-from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
+from kvserve.web.send_turn import begin_turn, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 
 
@@ -56,23 +57,14 @@ def post_generate(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = agents.parse_generate(body, headers, service.defaults, exchange.request_id)
     running = service.agents.generate(exchange.path_rest, request.turn)
-    created = int(time.time())
-    if request.stream:
-        chat = openai_chat.ChatStreamEncoder(
-            exchange.request_id,
-            running.model_name,
-            created,
-            request.include_usage,
-            uses_functions=request.uses_functions,
-        )
-        encoder = agents.AgentStreamEncoder(chat, lambda: running.note)
-        stream_turn(exchange, running, encoder, [encoder.role_chunk()])
-    else:
-        answer = collect(whole_answer_events(exchange, running))
-        whole = openai_chat.encode_answer(
-            answer, exchange.request_id, running.model_name, created, uses_functions=request.uses_functions
-        )
-        exchange.send_json(200, {**whole, "agent": agents.encode_note(running.note)})
+    chat = openai_chat.ChatEncoder(
+        exchange.request_id,
+        running.model_name,
+        int(time.time()),
+        request.include_usage,
+        uses_functions=request.uses_functions,
+    )
+    _send_chat(exchange, running, agents.AgentEncoder(chat, lambda: running.note), stream=request.stream)
 
 
 AGENT_ROUTES = (
@@ -89,30 +81,25 @@ def post_chat(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
-    with request.names.speaking():
-        running = service.serve(request.turn, served)
-        if request.stream:
-            encoder = openai_chat.ChatStreamEncoder(
-                exchange.request_id,
-                served.name,
-                created,
-                request.include_usage,
-                with_logprobs=with_logprobs,
-                uses_functions=request.uses_functions,
-            )
-            stream_turn(exchange, running, encoder, [encoder.role_chunk()])
-            return
-        answer = collect(whole_answer_events(exchange, running))
-    whole = openai_chat.encode_answer(
-        answer,
+    encoder = openai_chat.ChatEncoder(
         exchange.request_id,
         served.name,
-        created,
-        with_logprobs=with_logprobs,
+        int(time.time()),
+        request.include_usage,
+        with_logprobs=request.turn.num_top_logprobs is not None,
         uses_functions=request.uses_functions,
     )
-    exchange.send_json(200, whole)
+    with request.names.speaking():
+        _send_chat(exchange, service.serve(request.turn, served), encoder, stream=request.stream)
+
+
+def _send_chat(
+    exchange: HttpExchange, running: ClientTurn, encoder: openai_chat.ChatEncoder | agents.AgentEncoder, *, stream: bool
+) -> None:
+    if stream:
+        stream_turn(exchange, running, encoder, [encoder.role_chunk()])
+    else:
+        exchange.send_json(200, encoder.encode_whole(collect(whole_answer_events(exchange, running))))
 
 
 def post_completion(exchange: HttpExchange, service: WebService) -> None:
@@ -120,20 +107,16 @@ def post_completion(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
+    with_logprobs = request.turn.num_top_logprobs is not None
+    encoder = openai_completions.CompletionEncoder(
+        exchange.request_id, served.name, int(time.time()), request.include_usage, with_logprobs=with_logprobs
+    )
     with request.names.speaking():
         running = service.serve(request.turn, served)
         if request.stream:
-            encoder = openai_completions.CompletionStreamEncoder(
-                exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
-            )
             stream_turn(exchange, running, encoder, [])
-            return
-        answer = collect(whole_answer_events(exchange, running))
-    body = openai_completions.encode_completion(
-        answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs
-    )
-    exchange.send_json(200, body)
+        else:
+            exchange.send_json(200, encoder.encode_whole(collect(whole_answer_events(exchange, running))))
 
 
 def post_messages(exchange: HttpExchange, service: WebService) -> None:
@@ -141,12 +124,8 @@ def post_messages(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    if request.words is not None:
-        service.answered_in_words(request.turn, served)
-        _send_words(exchange, request, served.name)
-        return
     with request.names.speaking():
-        running = service.serve(request.turn, served)
+        running = begin_turn(service, request.turn, served, request.words)
         encoder = MessageStreamEncoder(
             exchange.request_id,
             served.name,
@@ -158,16 +137,6 @@ def post_messages(exchange: HttpExchange, service: WebService) -> None:
             return
         events = [made for event in whole_answer_events(exchange, running) for made in encoder.encode(event)]
     exchange.send_json(200, whole_message(events))
-
-
-def _send_words(exchange: HttpExchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
-    """Send the answer that needs no model."""
-    encoder = MessageStreamEncoder(exchange.request_id, model, lambda: PromptCounts(0), shows_thinking=False)
-    events = answer_in_words(request.words or "")
-    if request.stream:
-        send_events(exchange, events, encoder, NAMED)
-    else:
-        exchange.send_json(200, whole_message(made for event in events for made in encoder.encode(event)))
 
 
 def post_count_tokens(exchange: HttpExchange, service: WebService) -> None:
@@ -221,48 +190,47 @@ def post_prewarm(exchange: HttpExchange, service: WebService) -> None:
     body = decode_body(exchange.body)
     _speaks_anthropic(exchange, body)
     turn = parse_prewarm(body, exchange.head.as_mapping(), service.defaults, exchange.request_id)
-    wanted = service.prewarm(turn, service.begin(turn))
-    exchange.send_json(200, _prewarmed(exchange, wanted))
-
-
-def _prewarmed(exchange: HttpExchange, wanted: Prewarming) -> JsonObject:
-    """The answer, once the prompt is computed. Raises ClientGone, NotReady, EngineFailure."""
-    give_up_at = time.monotonic() + WAIT_SECONDS
-    try:
-        while not wanted.wait(exchange.settings.poll_seconds):
-            exchange.check_client()
-            if exchange.must_stop or time.monotonic() > give_up_at:
-                raise NotReady("The model found no time for it.", retry_after_seconds=10)
-    finally:
-        wanted.cancel()
-    raise_for(wanted.warming)
-    result = wanted.warming.result
-    if result is None:
-        raise NotReady("The model found no time for it.", retry_after_seconds=10)
-    return encode_prewarmed(
-        wanted.model,
+    served = service.begin(turn)
+    result = _warmed(exchange, service.prewarm(turn, served))
+    raise_for(result)
+    answer = encode_prewarmed(
+        served.name,
         num_tokens=result.num_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_computed_tokens=result.num_computed_tokens,
         seconds=result.seconds,
         reason=result.reason,
     )
+    exchange.send_json(200, answer)
+
+
+def _warmed(exchange: HttpExchange, warming: Warming) -> WarmResult:
+    """The result, once the prompt is computed. Raises ClientGone, NotReady."""
+    give_up_at = time.monotonic() + WAIT_SECONDS
+    try:
+        while (result := warming.wait(exchange.settings.poll_seconds)) is None:
+            exchange.check_client()
+            if exchange.must_stop or time.monotonic() > give_up_at:
+                raise NotReady("The model found no time for it.", retry_after_seconds=10)
+        return result
+    finally:
+        warming.cancel()
 
 
 def get_explanation(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache/explain/{request_id}: takes a request's id, an answer's `id`, which contains it, or the beginning
     of either, as the terminal shows it."""
-    exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
+    exchange.send_json(200, service.observability.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 
 def get_last_explanation(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache/explain, also with `?last`: the newest finished request."""
-    exchange.send_json(200, service.explain(None, key_digest(exchange.head.as_mapping())))
+    exchange.send_json(200, service.observability.explain(None, key_digest(exchange.head.as_mapping())))
 
 
 def get_metrics(exchange: HttpExchange, service: WebService) -> None:
     """GET /metrics."""
-    exchange.send_body(200, METRICS_TYPE, service.metrics())
+    exchange.send_body(200, METRICS_TYPE, service.observability.metrics())
 
 
 def delete_cache(exchange: HttpExchange, service: WebService) -> None:

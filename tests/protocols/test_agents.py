@@ -16,13 +16,13 @@ from kvserve.core import (
 from kvserve.core.agent_nouns import NewAgent
 from kvserve.errors import BadRequest
 from kvserve.protocols.agents import (
+    AgentEncoder,
     AgentNote,
-    AgentStreamEncoder,
     encode_message,
     iso_time,
     parse_create,
 )
-from kvserve.protocols.openai_chat import ChatStreamEncoder
+from kvserve.protocols.openai_chat import ChatEncoder
 
 
 def test_a_body_that_says_nothing_makes_a_plain_agent() -> None:
@@ -82,7 +82,7 @@ def test_a_history_is_told_as_chat_messages(message: Message, wire: dict[str, ob
 def test_only_the_chunk_that_ends_an_answer_tells_of_the_agent() -> None:
     """Not the role, not the usage behind it; the note is asked for when the turn is over."""
     note = AgentNote("one", 3, 1, 99, is_stored=True)
-    encoder = AgentStreamEncoder(ChatStreamEncoder(RequestId("r"), "m", 0, include_usage=True), lambda: note)
+    encoder = AgentEncoder(ChatEncoder(RequestId("r"), "m", 0, include_usage=True), lambda: note)
     finish, usage = encoder.encode(Finished("stop", Usage(1, 0, 1)))
     assert finish["agent"] == {
         "agent_id": "one",

@@ -152,6 +152,10 @@ class FakeService:
     def list_models(self) -> list[ModelCard]:
         return [ModelCard(self.name, 1, 4096)]
 
+    @property
+    def observability(self) -> "FakeService":
+        return self
+
     def count_error(self, endpoint: str, status: int) -> None:
         self.errors.append((endpoint, status))
 
