@@ -75,7 +75,7 @@ class Door:
 
 DOORS_BETWEEN = {
     "kvserve.engine": ("kvserve.cache", "kvserve.settings.model_config"),
-    "kvserve.canonical": ("kvserve.settings.rules",),
+    "kvserve.canonical": ("kvserve.settings.rule_policies",),
     "kvserve.config": ("kvserve.settings",),
     "kvserve.explain": ("kvserve.sessions",),
     "kvserve.proxy": ("kvserve.protocols.error_bodies", "kvserve.protocols.fields", "kvserve.settings.ports"),

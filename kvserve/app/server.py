@@ -16,9 +16,8 @@ from pathlib import Path
 from kvserve import __version__
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
 from kvserve.app.forget_owner import Forgetting
-from kvserve.app.health import engine_fields
 from kvserve.app.model_factory import ModelFactory
-from kvserve.app.model_pool import Callbacks, ModelPool
+from kvserve.app.model_pool import Callbacks, ModelPool, engine_fields
 from kvserve.app.wiring import (
     access_warnings,
     agent_store,
@@ -67,7 +66,7 @@ ENGINE_STOP_SECONDS = 1.5
 
 
 class Server:
-    """One server process. Implements what `web/` needs (`Service`); `start` and `stop` belong to the main thread."""
+    """One server process. Implements what `web/` needs (`WebService`); `start` and `stop` belong to the main thread."""
 
     def __init__(self, launch: Launch, terminal: Terminal) -> None:
         self._launch = launch
@@ -89,7 +88,7 @@ class Server:
             SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
         )
         observer = self.observability.observer()
-        maker = ModelFactory(
+        factory = ModelFactory(
             settings=self._settings,
             defaults=self.defaults,
             identity=identity_settings(self._settings),
@@ -101,7 +100,7 @@ class Server:
             remote=remote_pictures(self._settings),
         )
         self._pool = ModelPool(
-            maker,
+            factory,
             Callbacks(self._submit, self.observability.refused, terminal.note),
             max_waiting=max(1, self._settings.max_queued_requests),
         )

@@ -22,7 +22,7 @@ from kvserve.proxy.generate import ProxySettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.settings.kinds import aliases_in
-from kvserve.settings.rules import policies_in
+from kvserve.settings.rule_policies import policies_in
 from kvserve.settings.start_checks import model_folders
 from kvserve.web.settings import WebSettings
 

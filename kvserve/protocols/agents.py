@@ -18,7 +18,6 @@ from kvserve.core import (
     RequestId,
     TextBlock,
     ThinkingBlock,
-    ToolCallBlock,
     ToolResultBlock,
 )
 from kvserve.core.agent_nouns import Agent, NewAgent
@@ -153,11 +152,10 @@ def encode_message(message: Message) -> dict[str, object]:
     thinking = "".join(block.text for block in message.blocks if isinstance(block, ThinkingBlock))
     if thinking:
         body["reasoning_content"] = thinking
-    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if calls:
+    if message.calls:
         body["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
+            for call in message.calls
         ]
     results = [block for block in message.blocks if isinstance(block, ToolResultBlock)]
     if results:

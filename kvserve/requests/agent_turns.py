@@ -286,8 +286,7 @@ def _with_system(agent: Agent, new: tuple[Message, ...]) -> tuple[str | None, tu
         )
     if len(new) == 1:
         raise BadRequest("messages: there is nothing to answer, only a system prompt.", param="messages")
-    text = "".join(block.text for block in new[0].blocks if isinstance(block, TextBlock))
-    return text or None, new[1:]
+    return new[0].text or None, new[1:]
 
 
 def _begins(messages: tuple[Message, ...]) -> bool:

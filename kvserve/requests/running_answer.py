@@ -263,13 +263,12 @@ def remember(state: AnswerState, *, is_aborted: bool) -> Branch | None:
 def _remember_raw(state: AnswerState, ids: tuple[int, ...], num_computed_tokens: int | None) -> None:
     """Keep a raw prompt and what was written to it, for the next one to be compared with."""
     submitted, text, conversations = state.submitted, state.submitted.prompt.text, state.submitted.served.conversations
-    said = "".join(block.text for block in state.said.blocks if isinstance(block, TextBlock))
     conversations.raw_prompts.remember(
         RawRecord(
             request_id=submitted.request_id,
             owner=conversations.owner(submitted.turn.session).name,
             num_prompt_characters=len(text),
-            text=text + said,
+            text=text + state.said.text,
             packed_ids=submitted.packed_prompt + pack_ids(ids),
             num_prompt_tokens=submitted.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,

@@ -22,7 +22,7 @@ from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspel
 from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
 from kvserve.settings.model_config import read_config
 from kvserve.settings.ports import error_of_binding, proxy_port_taken, refuse_unusable_address, somebody_listens
-from kvserve.settings.rules import policies_in
+from kvserve.settings.rule_policies import policies_in
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 LOOPBACK = "127.0.0.1"
