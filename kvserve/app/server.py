@@ -155,8 +155,8 @@ class Server:
         self._pool.stop(0)
         if self._proxy is not None:
             self._proxy.stop()
-        with self._terminal.flushing() as bar:
-            self._pool.stop(ENGINE_STOP_SECONDS, bar.update)
+        with self._terminal.flushing() as tell:
+            self._pool.stop(ENGINE_STOP_SECONDS, tell)
         for known in self._pool.known():
             known.conversations.close()
         self.responses.close()

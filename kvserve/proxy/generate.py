@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvserve.proxy.envelope import pass_through_endpoint
@@ -203,7 +203,7 @@ def write_files(settings: ProxySettings) -> ProxyFiles:
     files.folder.chmod(0o700)
     # LiteLLM reads YAML, which includes JSON.
     write_private(files.config, json.dumps(litellm_config(settings), indent=1))
-    write_private(files.guard, json.dumps(guard_rules(settings).as_json(), indent=1))
+    write_private(files.guard, json.dumps(asdict(guard_rules(settings)), indent=1))
     return files
 
 

@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvserve.core import KEY_HEADER, NO_KEY, key_digest
@@ -59,13 +59,9 @@ class GuardRules:
         """The rules of who may speak."""
         return AccessRules(self.host, self.api_key, self.allowed_origins, self.allowed_hosts)
 
-    def as_json(self) -> dict[str, object]:
-        """The rules as a JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "GuardRules":
-        """The rules from `as_json`'s object."""
+        """The rules from their fields as JSON."""
         names = {name: tuple(value[name]) for name in ("allowed_origins", "allowed_hosts")}
         return cls(**{**value, **names})
 

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvserve.errors import PortTaken, StartupError
@@ -56,9 +56,7 @@ class PidFile:
 
     def write(self, path: Path) -> None:
         """Replaces the file."""
-        entries = {"proxy": self.proxy, "parent": self.parent}
-        value = {key: {"pid": e.pid, "started": e.started, "command": e.command} for key, e in entries.items()}
-        write_private(path, json.dumps(value, indent=1))
+        write_private(path, json.dumps(asdict(self), indent=1))
 
 
 def record_child(pid: int, files: ProxyFiles) -> None:

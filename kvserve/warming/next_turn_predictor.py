@@ -82,13 +82,12 @@ class NextTurnPredictor:
         num_known = common_length(turn.running.context.ids, guess.tokens.ids)
         if len(guess.tokens) - num_known <= MIN_NEW_TOKENS:
             return None
-        digests = frozenset(span.digest for span in guess.tokens.images)
         return WarmJob(
             tokens=guess.tokens,
             kind="next_turn",
             message_starts=guess.message_starts,
             key=line.name,
-            images=tuple(image for image in turn.turn.images if image.facts.digest in digests),
+            images=guess.images_of(turn.turn),
             ends_before_user=not turn.running.said.calls,
             partition=served.partition(turn.turn.session.principal),
             owner=served.conversations.owner(turn.turn.session).name,

@@ -39,13 +39,11 @@ def _job(turn: Turn, served: ServedModel) -> WarmJob:
     num_tokens = len(beginning.tokens)
     if num_tokens >= served.context_limit:
         raise ContextOverflow(num_tokens, served.context_limit)
-    shown = frozenset(span.digest for span in beginning.tokens.images)
-    images = tuple(image for image in looked_at.images if image.facts.digest in shown)
     return WarmJob(
         beginning.tokens,
         "prewarm",
         beginning.message_starts,
-        images=images,
+        images=beginning.images_of(looked_at),
         partition=served.partition(turn.session.principal),
         owner=served.conversations.owner(turn.session).name,
     )
@@ -89,11 +87,7 @@ def _beginning(turn: Turn, looked_at: Turn, served: ServedModel) -> SharedBeginn
     else come somebody's words, which are not known."""
     if turn.messages and turn.messages[-1].role in ("user", "tool"):
         prompt = preview(turn, served)
-        num_tokens = len(prompt.tokens) - len(prompt.tail_ids)
-        tokens = TokenSequence(
-            prompt.tokens.ids[:num_tokens], tuple(span for span in prompt.tokens.images if span.end <= num_tokens)
-        )
-        return SharedBeginning(tokens, tuple(start for start in prompt.message_starts if start.offset < num_tokens))
+        return SharedBeginning.of(prompt.tokens, prompt.message_starts, len(prompt.tokens) - len(prompt.tail_ids))
     return shared_beginning([_with_words(looked_at, words) for words in FIRST_WORDS], served)
 
 

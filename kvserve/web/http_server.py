@@ -55,16 +55,6 @@ class HttpServer:
         """Connections that were accepted and not closed yet."""
         return len(self._connections)
 
-    @property
-    def num_evicted_connections(self) -> int:
-        """Silent connections that were closed to make room."""
-        return self._connections.num_evicted
-
-    @property
-    def num_live_threads(self) -> int:
-        """Threads of connections that run at this moment."""
-        return 0 if self._listener is None else self._listener.num_live_threads
-
     def bind(self) -> None:
         """Take the port. Raises PortTaken with what is known about its holder, SettingError for an unusable address.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_the_guards_rules_survive_the_file(tmp_path: Path, key: str | None) -> N
     assert (rules.api_key, rules.allowed_origins, rules.allowed_hosts) == (key, ("https://a.example",), ("box.local",))
     assert (rules.max_body_bytes, rules.default_model, rules.backend_model) == (12_345, "openai/org/name", "org/name")
     assert rules.backend_url == "http://127.0.0.1:8080/"
-    assert GuardRules.from_json(json.loads(json.dumps(rules.as_json()))) == rules
+    assert GuardRules.from_json(json.loads(json.dumps(asdict(rules)))) == rules
 
 
 def test_the_environment_is_ours(tmp_path: Path) -> None:

@@ -329,3 +329,8 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
             return False
         time.sleep(0.005)
     return True
+
+
+def num_live_threads(server: HttpServer) -> int:
+    """Threads of connections that run at this moment."""
+    return 0 if server._listener is None else server._listener.num_live_threads
