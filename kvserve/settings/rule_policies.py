@@ -53,15 +53,15 @@ SETTABLE: Mapping[str, tuple[str, ...]] = {
 """The rules in the order of their table, but for those that the readers of the protocols carry out."""
 
 
-def policies_in(pairs: Sequence[str], setting: str = SETTING) -> dict[str, str]:
+def policies_in(pairs: Sequence[str]) -> dict[str, str]:
     """The policy of each rule that is named. Raises SettingError for what is no pair, no rule or no policy of it."""
     found = {}
     for pair in pairs:
         name, separator, policy = (part.strip() for part in pair.partition("="))
         if not separator:
-            raise SettingError(setting, pair, "rule=policy pairs, by comma")
+            raise SettingError(SETTING, pair, "rule=policy pairs, by comma")
         found[name] = policy
-    check_policies(found, setting)
+    check_policies(found)
     return found
 
 

@@ -221,7 +221,7 @@ def test_a_foreign_process_is_left_alone(tmp_path: Path) -> None:
         try:
             assert eventually(lambda: not is_free(settings))
             proxy = LitellmProxy(settings, dict(os.environ), lambda text: None, fake_command(settings))
-            with pytest.raises(PortTaken, match=rf"pid {process.pid}.*fake_child"):
+            with pytest.raises(PortTaken, match=rf"process {process.pid} .*fake_child"):
                 proxy.start()
             proxy.stop()
             assert process.poll() is None
