@@ -26,7 +26,7 @@ from kvserve.core import (
     Usage,
     Waiting,
 )
-from kvserve.errors import BadRequest, RequestError
+from kvserve.errors import BadRequest
 from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.protocols.fields import FieldNames, flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
@@ -170,9 +170,8 @@ class ChatEncoder:
         """
         return self._chunk({"reasoning_content": ""})
 
-    def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        """The last event of a stream that failed after it began: the error's body, which clients raise."""
-        return encode_openai_error(error)
+    error_chunk = staticmethod(encode_openai_error)
+    """The last event of a stream that failed after it began: the error's body, which clients raise."""
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         """The chunks for `event`: none while waiting, two for the end if the client asked for usage."""

@@ -19,7 +19,7 @@ from kvserve.core import (
     Turn,
     Waiting,
 )
-from kvserve.errors import BadRequest, RequestError
+from kvserve.errors import BadRequest
 from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
@@ -138,9 +138,8 @@ class CompletionEncoder:
         """An empty chunk for clients and proxies that give up on silence."""
         return self._chunk("")
 
-    def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        """The last event of a stream that failed after it began: the error's body, which clients raise."""
-        return encode_openai_error(error)
+    error_chunk = staticmethod(encode_openai_error)
+    """The last event of a stream that failed after it began: the error's body, which clients raise."""
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         """The chunks for `event`. Raises TypeError for reasoning and calls: a completion has neither."""

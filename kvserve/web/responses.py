@@ -1,10 +1,10 @@
 """The routes of `/v1/responses`, and the storing of responses. It joins `protocols/` with the service."""
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from urllib.parse import parse_qsl
 
-from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
+from kvserve.core import JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.responses_items import list_items
@@ -23,15 +23,20 @@ def post_response(exchange: HttpExchange, service: WebService) -> None:
     own = service.responses.of(read_principal(body, headers))
     request = parse_responses(body, headers, service.defaults, exchange.request_id, own)
     served = service.begin(request.turn)
-    encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
-    keeping = _KeepingEncoder(encoder, request, service.responses)
+    encoder = ResponseStreamEncoder(
+        exchange.request_id,
+        served.name,
+        int(time.time()),
+        request.described,
+        partial(_keep, service.responses, request),
+    )
     with request.names.speaking():
         running = begin_turn(service, request.turn, served, request.words)
         if request.stream:
-            stream_turn(exchange, running, keeping, encoder.first_events(), NAMED)
+            stream_turn(exchange, running, encoder, encoder.first_events(), NAMED)
             return
         for event in whole_answer_events(exchange, running):
-            keeping.encode(event)
+            encoder.encode(event)
     exchange.send_json(200, encoder.response)
 
 
@@ -63,33 +68,14 @@ def _own_responses(exchange: HttpExchange, service: WebService) -> OwnResponses:
     return service.responses.of_key(key_digest(exchange.head.as_mapping()))
 
 
-class _KeepingEncoder:
-    """An encoder that stores the response before the client receives its end: the next request may name it at once."""
-
-    def __init__(self, encoder: ResponseStreamEncoder, request: ResponsesRequest, store: ResponseStore) -> None:
-        self._encoder = encoder
-        self._request = request
-        self._store = store
-        self.keep_alive = encoder.keep_alive
-        self.error_chunk = encoder.error_chunk
-
-    def encode(self, event: AnswerEvent) -> Sequence[JsonObject]:
-        """The wire's events."""
-        events = self._encoder.encode(event)
-        if isinstance(event, Finished) and self._request.store:
-            with self._request.turn.keeping as may_keep:
-                if may_keep:
-                    self._keep()
-        return events
-
-    def _keep(self) -> None:
-        request, session = self._request, self._request.turn.session
-        self._store.put(
-            StoredResponse(
-                self._encoder.response,
-                request.items,
-                request.previous_response_id,
-                session.principal,
-                session.session_id,
+def _keep(store: ResponseStore, request: ResponsesRequest, response: JsonObject) -> None:
+    """Store a response that is complete, unless its client wants none stored or its owner was forgotten since it
+    came."""
+    session = request.turn.session
+    with request.turn.keeping as may_keep:
+        if may_keep and request.store:
+            store.put(
+                StoredResponse(
+                    response, request.items, request.previous_response_id, session.principal, session.session_id
+                )
             )
-        )
