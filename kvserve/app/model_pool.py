@@ -347,9 +347,6 @@ def _facts(ticket: _Ticket, now: float) -> RunningFacts:
         session=ticket.turn.session.session_id,
         stage="waiting for model",
         num_prompt_tokens=ticket.num_prompt_tokens,
-        num_done_tokens=0,
-        num_cached_tokens=0,
-        num_generated_tokens=0,
         seconds=now - ticket.since,
     )
 

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvserve.proxy.envelope import pass_through_endpoint
@@ -163,18 +163,8 @@ def litellm_config(settings: ProxySettings) -> Json:
 
 
 def guard_rules(settings: ProxySettings) -> GuardRules:
-    """What the guard in the child process enforces."""
-    return GuardRules(
-        host=settings.host,
-        api_key=settings.api_key,
-        secret=settings.secret,
-        allowed_origins=settings.allowed_origins,
-        allowed_hosts=settings.allowed_hosts,
-        max_body_bytes=settings.max_body_bytes,
-        default_model=settings.listed_model_id,
-        backend_model=settings.backend_model_id,
-        backend_url=settings.backend_url,
-    )
+    """What the guard in the child process enforces: its rules have the names of the settings."""
+    return GuardRules(**{field.name: getattr(settings, field.name) for field in fields(GuardRules)})
 
 
 def child_environment(base: Mapping[str, str], files: ProxyFiles) -> dict[str, str]:

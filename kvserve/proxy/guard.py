@@ -42,11 +42,11 @@ _MODEL_PLACE = "/v1/models/"
 @dataclass(frozen=True, slots=True)
 class GuardRules:
     """The guard's rules, passed to the child process as JSON. `secret` proves the guard's statements to the backend.
-    LiteLLM lists `default_model`; `backend_model` is the same model's name on the backend's own port."""
+    LiteLLM lists `listed_model_id`; `backend_model_id` is the same model's name on the backend's own port."""
 
     host: str
-    default_model: str
-    backend_model: str = ""
+    listed_model_id: str
+    backend_model_id: str = ""
     backend_url: str = ""
     api_key: str | None = None
     secret: str = ""
@@ -138,7 +138,7 @@ class Guard:
         body = await read_json_object(receive, self._rules.max_body_bytes, read_headers(scope))
         if body is None:
             return
-        shown = json.dumps(envelope(body, self._rules.default_model)).encode("utf-8")
+        shown = json.dumps(envelope(body, self._rules.listed_model_id)).encode("utf-8")
         inner = {**scope, "headers": inner_headers(scope, len(shown), self._rules.secret)}
         send.exchange = ProxyExchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
@@ -156,8 +156,8 @@ class Guard:
         raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
         if raw is None:
             return
-        if scope["path"] == f"{_MODEL_PLACE}{self._rules.default_model}":
-            scope = at_path(scope, f"{_MODEL_PLACE}{self._rules.backend_model}")
+        if scope["path"] == f"{_MODEL_PLACE}{self._rules.listed_model_id}":
+            scope = at_path(scope, f"{_MODEL_PLACE}{self._rules.backend_model_id}")
         told = told_key(read_headers(scope), self._rules.secret)
         kept = [pair for pair in _without_origin(scope) if pair[0].lower() != told[0]]
         await run_while_wanted(self._backend, {**scope, "headers": [*kept, told]}, raw, receive, send)
@@ -175,7 +175,7 @@ class Guard:
     async def _warm_up(self, state: dict[str, object]) -> None:
         """Sends one chat request through LiteLLM to a refusing port, which is bound so that no other process takes
         it."""
-        body = {"model": self._rules.default_model, "messages": [{"role": "user", "content": "."}], "stream": True}
+        body = {"model": self._rules.listed_model_id, "messages": [{"role": "user", "content": "."}], "stream": True}
         key = f"Bearer {self._rules.api_key or 'none'}".encode()
         headers = [(b"host", b"localhost"), (b"authorization", key), *json_header()]
         inner: Scope = {**_WARM_UP_SCOPE, "state": state, "headers": headers}

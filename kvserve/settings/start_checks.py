@@ -117,23 +117,24 @@ def refuse_equal_ports(mlx_port: int, proxy_port: int) -> None:
 
 def refuse_unusable_folder(folder: Path) -> None:
     """Raises SettingError where KV could not be kept: a server that keeps none is not what was asked for."""
-    if (reason := _why_unwritable(folder)) is not None:
-        expected = f"a folder that can be written to ({reason}); --no-disk-cache keeps everything in RAM"
-        raise SettingError("DISK_CACHE_DIR (--disk-cache)", str(folder), expected)
+    _refuse_unwritable(folder, "DISK_CACHE_DIR (--disk-cache)", folder, "; --no-disk-cache keeps everything in RAM")
 
 
 def _refuse_demo_nowhere(state_dir: Path) -> None:
     """Raises SettingError where the demo model is not there and cannot be built."""
-    if not os.path.lexists(state_dir / DEMO_MODEL_NAME) and (reason := _why_unwritable(state_dir)) is not None:
-        expected = f"a folder that can be written to ({reason}), for the demo model"
-        raise SettingError("STATE_DIR", str(state_dir), expected)
+    if not os.path.lexists(state_dir / DEMO_MODEL_NAME):
+        _refuse_unwritable(state_dir, "STATE_DIR", state_dir, ", for the demo model")
 
 
 def _refuse_proxy_nowhere(port: int, state_dir: Path) -> None:
     """Raises SettingError where LiteLLM's configuration cannot be written."""
-    if (reason := _why_unwritable(_proxy_folder(port, state_dir))) is not None:
-        expected = f"a folder that can be written to ({reason}), for LiteLLM; --no-proxy starts without it"
-        raise SettingError("STATE_DIR", str(state_dir), expected)
+    what = ", for LiteLLM; --no-proxy starts without it"
+    _refuse_unwritable(_proxy_folder(port, state_dir), "STATE_DIR", state_dir, what)
+
+
+def _refuse_unwritable(folder: Path, key: str, value: Path, what: str) -> None:
+    if (reason := _why_unwritable(folder)) is not None:
+        raise SettingError(key, str(value), f"a folder that can be written to ({reason}){what}")
 
 
 def _proxy_folder(port: int, state_dir: Path) -> Path:

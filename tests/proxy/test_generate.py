@@ -57,7 +57,11 @@ def test_the_guards_rules_survive_the_file(tmp_path: Path, key: str | None) -> N
     """What the child reads equals what the parent wrote: the operator's own settings, the key first of all."""
     rules = guard_rules(settings(tmp_path, key))
     assert (rules.api_key, rules.allowed_origins, rules.allowed_hosts) == (key, ("https://a.example",), ("box.local",))
-    assert (rules.max_body_bytes, rules.default_model, rules.backend_model) == (12_345, "openai/org/name", "org/name")
+    assert (rules.max_body_bytes, rules.listed_model_id, rules.backend_model_id) == (
+        12_345,
+        "openai/org/name",
+        "org/name",
+    )
     assert rules.backend_url == "http://127.0.0.1:8080/"
     assert GuardRules.from_json(json.loads(json.dumps(asdict(rules)))) == rules
 
