@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
-from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
-from kvserve.cache.disk_paths import BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes, tops
+from kvserve.cache.disk_paths import Aliases, BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes, tops
+from kvserve.cache.disk_records import DiskUses, Entry, Found, Unused
 from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment

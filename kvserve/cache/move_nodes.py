@@ -8,8 +8,7 @@ root -- [0, 3000) system -- [3000, 20000) -- [20000, 20400)      a request that 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.cache.evicted_nodes import EvictedNodes
-from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.kept_path import EvictedNodes, KeptPath
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, KvPiece, Payload

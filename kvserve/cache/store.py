@@ -1,6 +1,7 @@
-"""The tree's records: every change of what is stored is made here, so that bytes and references always add up.
+"""The tree's records and their payloads in RAM: every change of what is stored is made here, so that bytes and
+references always add up.
 
-It knows nodes, records and tiers; not when something is added or which record is evicted.
+It knows nodes, records and sizes; not when something is added or which record is evicted.
 """
 
 from collections import Counter
@@ -8,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvserve.cache.node import Node
-from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
     BoundaryKind,
     CacheStats,
@@ -21,6 +21,37 @@ from kvserve.cache.records import (
 )
 from kvserve.cache.token_run import TokenRun, join
 from kvserve.cache.trie import Trie
+
+
+class RamTier:
+    """Payloads by key. A payload never changes and keeps its key: what is trimmed or merged gets a new record."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[RecordId, Payload] = {}
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def put(self, record_id: RecordId, payload: Payload) -> None:
+        """Hold a payload. Raises ValueError for a key that is taken."""
+        if record_id in self._payloads:
+            raise ValueError(f"Record {record_id} is held already.")
+        self._payloads[record_id] = payload
+        self._num_bytes += payload.num_bytes
+
+    def get(self, record_id: RecordId) -> Payload | None:
+        return self._payloads.get(record_id)
+
+    def drop(self, record_id: RecordId) -> None:
+        payload = self._payloads.pop(record_id, None)
+        if payload is not None:
+            self._num_bytes -= payload.num_bytes
+
 
 type CutPayload = Callable[[Payload, int, int], Payload]
 """(payload, first row, end row) -> a real copy of these rows that keeps nothing else alive."""

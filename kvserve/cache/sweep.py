@@ -15,12 +15,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvserve.cache.evicted_nodes import EvictedNodes
+from kvserve.cache.branches import exclusive_suffix
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.eviction_rank import SURPLUS
-from kvserve.cache.exclusive_nodes import exclusive_suffix
-from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.kept_path import EvictedNodes, KeptPath
 from kvserve.cache.node import Lease, Node, SequenceEnd
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store

@@ -16,20 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.branches import added_suffix, exclusive_nodes
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, replace_run
-from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import Score, value_score
-from kvserve.cache.exclusive_nodes import added_suffix, exclusive_nodes
 from kvserve.cache.forget_users import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
-from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
+from kvserve.cache.kept_path import EvictedNodes, KeptPath, kept_end, kept_path
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.move_nodes import Mover
 from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
-from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
-from kvserve.cache.store import CutPayload, Store
+from kvserve.cache.store import CutPayload, RamTier, Store
 from kvserve.cache.sweep import Sweep
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Trie

@@ -7,9 +7,7 @@ root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end)
 from collections.abc import Iterable, Iterator
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.changes import Changes
-from kvserve.cache.entries import Entries
-from kvserve.cache.node import Copies, Lease, Node, Position
+from kvserve.cache.node import Changes, Copies, Entries, Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, RecordId, Segment
 from kvserve.cache.token_run import TokenRun, common_end, join
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.eviction_scores import SCORES
 from kvserve.cache import eviction_order, eviction_rank
-from kvserve.cache.changes import Changes
-from kvserve.cache.evicted_nodes import EvictedNodes
-from kvserve.cache.eviction_order import EvictionOrder
-from kvserve.cache.eviction_queue import EvictionQueue
-from kvserve.cache.last_users import LastUsers
-from kvserve.cache.node import Lease, Node
+from kvserve.cache.branches import LastUsers
+from kvserve.cache.eviction_order import EvictionOrder, EvictionQueue
+from kvserve.cache.kept_path import EvictedNodes
+from kvserve.cache.node import Changes, Lease, Node
 from kvserve.cache.records import BoundaryKind, Limits
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Trie

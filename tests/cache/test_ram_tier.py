@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import RecordId
+from kvserve.cache.store import RamTier
 from tests.cache.payloads import Rows
 
 

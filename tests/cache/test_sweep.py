@@ -8,7 +8,7 @@ import pytest
 
 from kvserve.cache import kept_path
 from kvserve.cache import tree as tree_module
-from kvserve.cache.evicted_nodes import EvictedNodes
+from kvserve.cache.kept_path import EvictedNodes
 from kvserve.cache.node import Node
 from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.cache.ram_tier import RamTier
+from kvserve.cache.store import RamTier
 from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.worker import Engine
