@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvserve.core import ToolSpec
-from kvserve.sessions.journal import UNWRITTEN, Journal
-from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
+from kvserve.sessions.journal import UNWRITTEN, Journal, JournaledEntry, JournaledStore
 from kvserve.sessions.message_rows import digest_of, dump, items, number, parse, seconds, text_of, tool_of, tool_row
 
 MAX_VALUES = 64

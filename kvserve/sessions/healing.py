@@ -11,8 +11,7 @@ from functools import partial
 from itertools import dropwhile
 
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
-from kvserve.sessions.journal import UNWRITTEN, Journal
-from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
+from kvserve.sessions.journal import UNWRITTEN, Journal, JournaledEntry, JournaledStore
 from kvserve.sessions.message_rows import dump, number, parse, seconds, text_of, written_of, written_row
 from kvserve.sessions.written_messages import same_writing, written_bytes
 

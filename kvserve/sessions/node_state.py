@@ -1,10 +1,13 @@
-"""What the turn store keeps of a node and of a chain. The store changes these values under its lock."""
+"""What the turn store keeps of a node and of a chain, and the order in which leaves are evicted, the least recently
+used first. The store changes these values under its lock."""
 
+import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
-from kvserve.sessions.journal import Rows
+from kvserve.sessions.message_rows import Row, digest_of, flag
 from kvserve.sessions.seen import PathNode, PathStep
-from kvserve.sessions.turn_rows import Conflicts, last_read_of, node_of
 from kvserve.sessions.written_messages import (
     VALUE_BYTES,
     message_bytes,
@@ -35,13 +38,17 @@ class ChainState:
     def newest(self) -> PathNode:
         return next(reversed(self.nodes))
 
-    @property
-    def conflicts(self) -> Conflicts | None:
+    def row(self) -> Row | None:
         """What the kept nodes do not say; None where they say all."""
         is_told = self.said is None or any(node.written is not None for node in self.nodes)
         if is_told and not self.is_doubtful and not self.is_contested:
             return None
-        return Conflicts(self.said, self.is_doubtful, self.meaning, self.is_contested)
+        return {
+            "said": None if self.said is None else self.said.hex(),
+            "is_doubtful": self.is_doubtful,
+            "meaning": None if self.meaning is None else self.meaning.hex(),
+            "is_contested": self.is_contested,
+        }
 
     def take(self, node: PathNode) -> None:
         """Add the conflicts that a new node brings."""
@@ -67,10 +74,12 @@ class ChainState:
         self.is_doubtful |= said is not None and self.said not in (None, said)
         return known != (self.is_contested, self.is_doubtful)
 
-    def recall(self, conflicts: Conflicts) -> None:
-        """Restore what a row says."""
-        self.said, self.is_doubtful = conflicts.said, conflicts.is_doubtful
-        self.meaning, self.is_contested = conflicts.meaning, conflicts.is_contested
+    def recall(self, row: Row) -> None:
+        """Restore what a row says. Raises ValueError for another row."""
+        self.said, self.meaning = (
+            None if row.get(name) is None else digest_of(row[name]) for name in ("said", "meaning")
+        )
+        self.is_doubtful, self.is_contested = flag(row.get("is_doubtful")), flag(row.get("is_contested"))
         self.has_row = True
 
 
@@ -92,31 +101,63 @@ class NodeState:
         self.until = until if self.until is None else max(self.until, until)
 
 
-def nodes_of_rows(rows: Rows) -> dict[PathNode, NodeState]:
-    """The nodes of these rows, each after its parent; their order of use is not set.
-
-    Raises ValueError or KeyError where the rows do not fit together.
-    """
-    nodes: dict[int, PathNode] = {}
-    for key, body in sorted(rows.get("node", ())):
-        nodes[int.from_bytes(key)] = node_of(body, nodes)
-    found = {node: NodeState(number, node_bytes(node), 0, until=0.0) for number, node in nodes.items()}
-    for key, body in rows.get("read", ()):
-        kept, reading = found[nodes[int.from_bytes(key)]], last_read_of(body)
-        kept.last_read = reading.serial
-        kept.extend_life(reading.until)
-    for node, kept in reversed(found.items()):
-        if node.parent is not None:
-            parent = found[node.parent]
-            parent.num_children += 1
-            parent.last_read = max(parent.last_read, kept.last_read)
-            parent.extend_life(kept.until or 0.0)
-    return found
-
-
 def node_bytes(node: PathNode) -> int:
     """Bytes of one node without its parents; a message that is also its output's is counted once."""
     if node.written is None:
         return NODE_BYTES + message_bytes(node.message)
     own = 0 if node.message is node.written.message else message_bytes(node.message)
     return NODE_BYTES + own + written_bytes(node.written)
+
+
+class LeafOrder:
+    """A heap of (last use, serial, leaf). An entry is stale, and skipped, once its node was used again, has children or
+    was dropped; every leaf has one entry that is not. Reads the store's map of nodes and sets when a node was used."""
+
+    def __init__(self, kept: Mapping[PathNode, NodeState]) -> None:
+        self._kept = kept
+        self._heap: list[tuple[int, int, PathNode]] = []
+        self._serials = count()
+        self._clock = 0
+
+    def next_use(self) -> int:
+        """A number that is higher at every use."""
+        self._clock += 1
+        return self._clock
+
+    def touch(self, node: PathNode) -> None:
+        """The node is used now."""
+        self._kept[node].used = self.next_use()
+        self.add(node)
+
+    def add(self, node: PathNode) -> None:
+        """Add an entry for the node, if it is a leaf."""
+        kept = self._kept[node]
+        if kept.num_children:
+            return
+        if len(self._heap) > 2 * len(self._kept) + 64:
+            self.drop_stale()
+        heapq.heappush(self._heap, (kept.used, next(self._serials), node))
+
+    def pop(self) -> PathNode:
+        """The least recently used leaf, which the caller drops."""
+        while True:
+            used, _, node = heapq.heappop(self._heap)
+            if self._is_current(used, node):
+                return node
+
+    def drop_stale(self) -> None:
+        """Drop stale entries, which would keep messages alive."""
+        self._heap = [entry for entry in self._heap if self._is_current(entry[0], entry[2])]
+        heapq.heapify(self._heap)
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._heap.clear()
+
+    def leaves(self) -> set[PathNode]:
+        """The leaves that have an entry."""
+        return {node for used, _, node in self._heap if self._is_current(used, node)}
+
+    def _is_current(self, used: int, node: PathNode) -> bool:
+        kept = self._kept.get(node)
+        return kept is not None and kept.used == used and not kept.num_children

@@ -16,13 +16,12 @@ from kvserve.core import ToolSpec
 from kvserve.sessions.digest_lru import UnambiguousLru
 from kvserve.sessions.first_values import ToolOrders
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
-from kvserve.sessions.leaf_order import LeafOrder
-from kvserve.sessions.node_state import ChainState, NodeState, node_bytes, nodes_of_rows
-from kvserve.sessions.path_journal import PathJournal
+from kvserve.sessions.message_rows import parse
+from kvserve.sessions.node_state import ChainState, LeafOrder, NodeState, node_bytes
 from kvserve.sessions.record_store import RecordStore
 from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
-from kvserve.sessions.turn_rows import conflicts_of, record_of
+from kvserve.sessions.turn_rows import PathJournal, nodes_of_rows, record_of
 from kvserve.sessions.written_messages import said_digest
 
 MAX_UNRECORDED = 8_192
@@ -315,7 +314,7 @@ class TurnStore:
         with self._lock:
             self._take_nodes(nodes_of_rows(rows))
             for chain, body in rows.get("place", ()):
-                self._states[chain].recall(conflicts_of(body))
+                self._states[chain].recall(parse(body))
             leaves = {number_key(kept.number): node for node, kept in self._kept.items()}
             records = [record_of(body, leaves[key]) for key, body in rows.get("record", ())]
             for serial, record in sorted(records, key=lambda pair: pair[0]):

@@ -1,7 +1,6 @@
 """The order in which leaves are evicted: by their last use, each once, and no node that has children."""
 
-from kvserve.sessions.leaf_order import LeafOrder
-from kvserve.sessions.node_state import NodeState
+from kvserve.sessions.node_state import LeafOrder, NodeState
 from kvserve.sessions.seen import PathNode
 from tests.sessions.samples import user
 
