@@ -79,6 +79,7 @@ class RuleSet:
     def __init__(self, rules: tuple[Rule, ...], *, tells_images_apart: bool = True) -> None:
         self.rules = rules
         self.tells_images_apart = tells_images_apart
+        self.policies: Mapping[str, Policy] = {rule.name: rule.policy for rule in rules}
         self._named = {rule.name: rule for rule in rules}
         roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
         self._spans = {role: tuple(r for r in rules if self._finds_spans(r) and role in r.roles) for role in roles}

@@ -118,6 +118,11 @@ def select(
     )
 
 
+def changed_policies(rules: RuleSet) -> frozenset[str]:
+    """The rules whose policy differs from the table's, switched-off ones included."""
+    return frozenset(rule.name for rule in RULES if rules.policies.get(rule.name) != rule.policy)
+
+
 def _with_policy(rule: Rule, policy: str | None) -> Rule:
     match policy:
         case "always" | "history" | "never":
