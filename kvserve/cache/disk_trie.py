@@ -178,7 +178,7 @@ class BlobTrie:
         if base is not None:
             entry.base = base
             base.leaning.append(entry)
-        position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary, 0.0)
+        position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary)
         return entry
 
     def _base(self, head: BlobHead) -> Entry | None:
@@ -336,13 +336,8 @@ class BlobTrie:
         return [*(name for each in leaning for name in self.forget_entry(each)), entry.name]
 
     def _forget_subtree(self, top: Node) -> list[BlobName]:
-        nodes, todo = [], [top]
-        while todo:
-            node = todo.pop()
-            nodes.append(node)
-            todo.extend(node.children.values())
         names: dict[BlobName, None] = {}
-        for node in reversed(nodes):
+        for node in [top, *top.descendants()][::-1]:
             gone = [self._paths.entry_of(node)]
             if node.checkpoint is not None:
                 gone.append(self._entries[node.checkpoint.record_id])

@@ -75,13 +75,18 @@ def _named_before(empty: HashChain, node: Node | None) -> HashChain:
 
 @dataclass(frozen=True, slots=True)
 class EvictedNodes:
-    """A leaf and the ancestors evicted with it or, with `is_state_only`, one node's state. `num_bytes` is the size of
-    the record at its end; `kept` builds the stored path to a node, which takes time in the path's length."""
+    """A leaf and the ancestors evicted with it or, with `is_state_only`, one node's state. `kept` builds the stored
+    path to a node, which takes time in the path's length."""
 
     nodes: Sequence[Node]
     is_state_only: bool
-    num_bytes: int
     kept: Callable[[Node], KeptPath]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the record at their end: its state, or else its segment."""
+        record = self.nodes[0].checkpoint or self.nodes[0].segment
+        return record.num_bytes if record is not None else 0
 
     def path(self) -> KeptPath:
         """All that is stored up to the end of these nodes."""

@@ -100,6 +100,14 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def descendants(self) -> "Iterator[Node]":
+        """All nodes below this one, parents before children."""
+        todo = list(self.children.values())
+        while todo:
+            node = todo.pop()
+            todo.extend(node.children.values())
+            yield node
+
     def inherit(self, behind: "Node") -> None:
         """Take over the uses of a child that is removed: they came through here."""
         if self.parent is None:

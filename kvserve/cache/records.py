@@ -54,7 +54,6 @@ class Checkpoint:
     offset: int
     num_bytes: int
     kind: BoundaryKind
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True)

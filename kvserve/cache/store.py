@@ -106,7 +106,7 @@ class Store:
             raise ValueError(f"There is a checkpoint at {node.end} already.")
         record_id = self._new_id()
         self.ram.put(record_id, payload)
-        node.checkpoint = Checkpoint(record_id, node.end, payload.num_bytes, kind, now)
+        node.checkpoint = Checkpoint(record_id, node.end, payload.num_bytes, kind)
         node.restored_at = now
         self.checkpoint_bytes += payload.num_bytes
         self.num_checkpoints += 1
@@ -219,11 +219,6 @@ class Store:
         if node.checkpoint is None or (payload := self.ram.get(node.checkpoint.record_id)) is None:
             return None
         return State(node.checkpoint, payload)
-
-    def last_bytes(self, node: Node) -> int:
-        """The size of the record at a node's end: its state, or else its segment."""
-        record = node.checkpoint or node.segment
-        return record.num_bytes if record is not None else 0
 
     def stats(self, *, live_bytes: int, num_leases: int) -> CacheStats:
         """What is held and was done; looks at every node. `live_bytes` are those of the live rows' own caches."""

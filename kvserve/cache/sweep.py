@@ -142,8 +142,7 @@ class Sweep:
 
     def _tell(self, nodes: Sequence[Node], *, is_state_only: bool) -> None:
         if self.before_eviction is not None:
-            num_bytes = self._store.last_bytes(nodes[0])
-            self.before_eviction(EvictedNodes(nodes, is_state_only, num_bytes, self._kept))
+            self.before_eviction(EvictedNodes(nodes, is_state_only, self._kept))
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
