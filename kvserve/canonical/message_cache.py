@@ -40,13 +40,7 @@ class _Asked(NamedTuple):
     may_put_back: bool
 
     def is_same(self, other: "_Asked") -> bool:
-        return (
-            self.seen is other.seen
-            and self.wrote is other.wrote
-            and self.rules is other.rules
-            and self.in_history == other.in_history
-            and self.may_put_back == other.may_put_back
-        )
+        return all(mine is theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -99,14 +93,14 @@ class CanonicalMessageCache:
         may_put_back: bool,
     ) -> Replayed:
         """`message_replay.replay`; the same object again for the same arguments."""
-        known = self._by_id.get(id(fresh))
-        if known is None or known.message is not fresh:
-            return replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
-        asked, last = _Asked(seen, wrote, rules, in_history, may_put_back), known.last
-        if last is not None and asked.is_same(last[0]):
-            return last[1]
+        known, asked = self._by_id.get(id(fresh)), _Asked(seen, wrote, rules, in_history, may_put_back)
+        if known is not None and known.message is not fresh:
+            known = None
+        if known is not None and known.last is not None and asked.is_same(known.last[0]):
+            return known.last[1]
         answer = replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
-        known.last = asked, answer
+        if known is not None:
+            known.last = asked, answer
         return answer
 
     def clear(self) -> None:

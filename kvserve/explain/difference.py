@@ -49,15 +49,6 @@ class Difference:
     tool: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextDifference:
-    """The first character that differs, and what stands around there in both: at most 80 characters each."""
-
-    char: int
-    before: str
-    after: str
-
-
 def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Difference | None:
     """Where `after` is no continuation of `before`; None where it is one. Call ids and signatures do not count."""
     for index, was in enumerate(before):
@@ -106,12 +97,6 @@ def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec])
             char = common_length(was_text, now_text)
             return Difference(None, "tools", char, excerpt(was_text, char), excerpt(now_text, char), name)
     return None
-
-
-def excerpts(before: str, after: str) -> TextDifference:
-    """Where two different texts part, also where one is the beginning of the other."""
-    char = common_length(before, after)
-    return TextDifference(char, excerpt(before, char), excerpt(after, char))
 
 
 def text_form(message: Message) -> str:
@@ -181,10 +166,10 @@ def template_difference(
         return None
     index, start = message_at(before, num_shared), message_start(before, num_shared)
     window = slice(max(start, num_shared - _NUM_TOKENS_AROUND), num_shared + _NUM_TOKENS_AROUND)
-    found = excerpts(decode(before.ids[window]), decode(ids[window]))
-    char = len(decode(before.ids[start : window.start])) + found.char
+    was, now = decode(before.ids[window]), decode(ids[window])
+    shared, char_before = common_length(was, now), len(decode(before.ids[start : window.start]))
     role = before.messages[index].role if index is not None else "template"
-    return Difference(index, role, char, found.before, found.after)
+    return Difference(index, role, char_before + shared, excerpt(was, shared), excerpt(now, shared))
 
 
 def message_start(before: TurnRecord, offset: int) -> int:

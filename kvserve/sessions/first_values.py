@@ -4,7 +4,7 @@ of their prompts. Prompts with the same first values share what follows. No valu
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,10 +94,4 @@ def _body(digest: bytes, tools: tuple[ToolSpec, ...], until: float | None, seria
 def _spec_text(tool: ToolSpec) -> str:
     """Equal for equal tools; unlike `==` it tells true, 1 and 1.0 apart."""
     value = [tool.name, tool.description, tool.parameters, tool.strict]
-    return json.dumps(value, sort_keys=True, default=_as_dict)
-
-
-def _as_dict(value: object) -> dict[object, object]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"no value of JSON: {type(value).__name__}")
+    return json.dumps(value, sort_keys=True, default=dict)

@@ -32,32 +32,25 @@ class Journal(Protocol):
         """Delete a row."""
 
 
-class _Unwritten:
-    """Writes nothing."""
-
-    def put(self, kind: Kind, key: bytes, body: Callable[[], bytes]) -> None:
-        """Nothing."""
-
-    def drop(self, kind: Kind, key: bytes) -> None:
-        """Nothing."""
-
-
-UNWRITTEN: Journal = _Unwritten()
-
-
 class JournalSwitch:
-    """A journal that passes changes on to another one, which can be replaced."""
+    """A journal that passes changes on to another one, which can be replaced; None: nothing is written."""
 
-    def __init__(self, to: Journal = UNWRITTEN) -> None:
+    def __init__(self, to: Journal | None = None) -> None:
         self.to = to
 
     def put(self, kind: Kind, key: bytes, body: Callable[[], bytes]) -> None:
         """Passed on."""
-        self.to.put(kind, key, body)
+        if self.to is not None:
+            self.to.put(kind, key, body)
 
     def drop(self, kind: Kind, key: bytes) -> None:
         """Passed on."""
-        self.to.drop(kind, key)
+        if self.to is not None:
+            self.to.drop(kind, key)
+
+
+UNWRITTEN: Journal = JournalSwitch()
+"""Writes nothing."""
 
 
 def number_key(number: int) -> bytes:

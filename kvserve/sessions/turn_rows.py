@@ -272,9 +272,8 @@ class PathJournal:
         """Drop all rows."""
         for kept in self._kept.values():
             if kept.until is not None:
-                self._journal.drop("record", number_key(kept.number))
-                self._journal.drop("read", number_key(kept.number))
-                self._journal.drop("node", number_key(kept.number))
+                for kind in ("record", "read", "node"):
+                    self._journal.drop(kind, number_key(kept.number))
         for chain, state in self._states.items():
             if state.has_row:
                 self._journal.drop("place", chain)
