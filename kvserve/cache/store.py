@@ -149,10 +149,6 @@ class Store:
         """About the bytes in RAM after the next `fit`."""
         return self.ram.num_bytes - self._loose_bytes.total()
 
-    def is_loose(self, record_id: RecordId) -> bool:
-        """Whether the next `fit` cuts this record, which is larger than what nodes hold of it."""
-        return record_id in self._loose
-
     @property
     def has_loose(self) -> bool:
         """Whether `fit` has anything to cut."""

@@ -20,7 +20,6 @@ from kvserve.cache.branches import added_suffix, exclusive_nodes
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, replace_run
 from kvserve.cache.eviction import Score, value_score
 from kvserve.cache.forget_users import IsForgotten, forget_users
-from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import EvictedNodes, KeptPath, kept_end, kept_path
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.move_nodes import Mover
@@ -387,8 +386,3 @@ class PrefixTree:
     def sequences(self) -> list[Sequence[Node]]:
         """Every path from below a root to a leaf: for tests and dumps."""
         return [node.path() for node in self._trie.nodes() if not node.children]
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError, naming what is wrong, if an invariant does not hold. Linear in what is stored."""
-        check_shape(self._trie, self._leases, self._hasher.block_size)
-        check_totals(self._store)

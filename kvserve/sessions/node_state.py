@@ -154,10 +154,6 @@ class LeafOrder:
         """Drop all entries."""
         self._heap.clear()
 
-    def leaves(self) -> set[PathNode]:
-        """The leaves that have an entry."""
-        return {node for used, _, node in self._heap if self._is_current(used, node)}
-
     def _is_current(self, used: int, node: PathNode) -> bool:
         kept = self._kept.get(node)
         return kept is not None and kept.used == used and not kept.num_children

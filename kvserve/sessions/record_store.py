@@ -84,14 +84,6 @@ class RecordStore:
         self._newest_of.clear()
         self.num_bytes = 0
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError where the maps and the bytes do not agree."""
-        assert self.num_bytes == sum(size for _, size in self._by_leaf.values()), "bytes do not add up"
-        assert self.num_bytes <= self._max_bytes, "over the limit"
-        records = {record for record, _ in self._by_leaf.values()}
-        assert records == set(self._newest_through.values()), "a record is unreachable or was dropped"
-        assert set(self._newest_of.values()) <= records, "a session has a record that was dropped"
-
 
 def record_bytes(record: TurnRecord) -> int:
     """Bytes that a record takes beside the path of its leaf."""

@@ -8,7 +8,6 @@ one; older paths keep theirs. This file knows neither rules nor rendering.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 
@@ -364,29 +363,3 @@ class TurnStore:
             self._leaves.touch(node)
         self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
         self._num_reads = max((kept.last_read for kept in found.values()), default=0)
-
-    # --- checks -------------------------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Walk over everything. Raises AssertionError where maps, counts and bytes do not agree."""
-        with self._lock:
-            self._check_nodes()
-            self._records.check_integrity()
-            self._layouts.check_integrity()
-            assert self._num_bytes == sum(kept.num_bytes for kept in self._kept.values()), "bytes do not add up"
-            assert len(self._kept) <= self._max_nodes and self._num_bytes <= self._max_bytes, "over a limit"
-
-    def _check_nodes(self) -> None:
-        num_children = Counter(node.parent for node in self._kept)
-        waiting = self._leaves.leaves()
-        for node, kept in self._kept.items():
-            state = self._states[node.chain]
-            assert node in state.nodes, "a node that its chain does not know"
-            assert node in self._children(node.parent)[node.chain], "a node that its parent does not know"
-            assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
-            assert node.parent is None or node.parent in self._kept, "a path with a hole"
-            assert kept.num_children == num_children[node], "children miscounted"
-            assert kept.num_children or state.newest is node, "a node that no lookup can reach"
-            assert kept.num_children or node in waiting, "a leaf that would never leave"
-            assert kept.num_bytes == node_bytes(node), "a node that was changed"
-        assert sum(len(state.nodes) for state in self._states.values()) == len(self._kept), "a place without its node"

@@ -21,6 +21,7 @@ from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 from tests.cache.payloads import Clock, WholeState, joined, keys_of, make_tree, rows_of
+from tests.integrity import check_integrity
 from tests.laws import num_examples
 
 BRIEF_TOKENS = 6
@@ -148,7 +149,7 @@ class World:
             self._step(step)
         self.clock.now += 1
         self._evict(10**9)
-        self.tree.check_integrity()
+        check_integrity(self.tree)
         self._evict(0)
         assert all(map(self.tree._trie.is_held, remembered(self.tree)))
         return self
@@ -172,7 +173,7 @@ class World:
 
     def _evict(self, num_bytes: int) -> None:
         while not self.tree.evict(num_bytes, self._max_pieces).is_over:
-            self.tree.check_integrity()
+            check_integrity(self.tree)
 
     def _row(self, row: Row) -> None:
         base = self.prompts[row.base % len(self.prompts)]

@@ -2,6 +2,7 @@
 
 from kvserve.sessions.node_state import LeafOrder, NodeState
 from kvserve.sessions.seen import PathNode
+from tests.integrity import leaves
 from tests.sessions.samples import user
 
 
@@ -18,7 +19,7 @@ def test_the_longest_unused_leaf_goes_first() -> None:
         order.touch(seen)
     kept[parent].num_children = 1
     del kept[gone]
-    assert order.leaves() == {first, second, third}
+    assert leaves(order) == {first, second, third}
     assert [order.pop() for _ in range(3)] == [second, third, first]
 
 
