@@ -58,7 +58,6 @@ class PrefixTree:
         self._leases: set[Lease] = set()
         self._sweep = Sweep(self._store, limits, score, self._kept, self._leases, needs_checkpoints=needs_checkpoints)
         self.mover = Mover(self._store, self._sweep, self._kept)
-        self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ class PrefixTree:
         match.node.leases.add(lease)
         self._leases.add(lease)
         if owner is not None:
-            self._owners_seen_at[owner] = now
+            self._sweep.owners_seen_at[owner] = now
         return lease
 
     def follow(self, lease: Lease, tokens: TokenSequence) -> None:
@@ -239,7 +238,7 @@ class PrefixTree:
         """Note an entry of the owner where the request ends, unless stored tokens follow there."""
         node, now = lease.node, self._clock()
         if lease.owner is not None:
-            self._owners_seen_at[lease.owner] = now
+            self._sweep.owners_seen_at[lease.owner] = now
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
         self._trie.entries.set(node, SequenceEnd(lease.owner, lease.ttl_seconds, now))
@@ -342,7 +341,7 @@ class PrefixTree:
         states at a time. Leased paths stay."""
         held = self._ram.num_bytes
         reserved = self._live_bytes + num_needed_bytes
-        is_over = self._sweep.run(self._clock(), reserved, self._owners_seen_at, max_pieces)
+        is_over = self._sweep.run(self._clock(), reserved, max_pieces)
         return Eviction(
             num_freed_bytes=held - self._ram.num_bytes,
             is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
@@ -360,7 +359,7 @@ class PrefixTree:
             self.release(lease)
         self._store.clear()
         self._names.clear()
-        self._owners_seen_at.clear()
+        self._sweep.owners_seen_at.clear()
 
     # --- idle work ----------------------------------------------------------------------------------------------------
 

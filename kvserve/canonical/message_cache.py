@@ -54,7 +54,7 @@ class Known:
 
 
 class CanonicalMessageCache:
-    """The memo under one set of rules. Thread-safe."""
+    """The memo under one set of rules; `num_bytes` is the approximate size of its entries. Thread-safe."""
 
     def __init__(self, rules: RuleSet, max_bytes: int = MAX_BYTES) -> None:
         self._rules = rules
@@ -62,12 +62,7 @@ class CanonicalMessageCache:
         self._lock = threading.Lock()
         self._known: dict[Message, Known] = {}
         self._by_id: OrderedDict[int, Known] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The approximate size of the entries."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def recall(self, messages: Sequence[Message]) -> list[Known]:
         """For each message the equal known one, or the message itself, which becomes known."""
@@ -109,7 +104,7 @@ class CanonicalMessageCache:
         with self._lock:
             self._known.clear()
             self._by_id.clear()
-            self._num_bytes = 0
+            self.num_bytes = 0
 
     def _keep(self, known: Known) -> None:
         """Make the entry the most recently used one. Of two equal entries the first stays."""
@@ -117,11 +112,11 @@ class CanonicalMessageCache:
             self._by_id.move_to_end(id(known.message))
         elif self._known.setdefault(known.message, known) is known:
             self._by_id[id(known.message)] = known
-            self._num_bytes += known.num_bytes
-            while self._num_bytes > self._max_bytes:
+            self.num_bytes += known.num_bytes
+            while self.num_bytes > self._max_bytes:
                 _, oldest = self._by_id.popitem(last=False)
                 del self._known[oldest.message]
-                self._num_bytes -= oldest.num_bytes
+                self.num_bytes -= oldest.num_bytes
 
 
 def _num_bytes(message: Message) -> int:

@@ -38,7 +38,8 @@ class Explained:
 
 
 class ExplanationBook:
-    """At most `max_entries` explanations, the oldest goes first. Safe for several threads.
+    """At most `max_entries` explanations, the oldest goes first. `num_rejections`: requests whose canonical key matched
+    where the model's tokens did not, and no rule says why. Safe for several threads.
 
     An explanation quotes a prompt: it is there for the key that the request came with. Whoever asks by a request's id
     names no user, so users of one key are not told apart.
@@ -48,19 +49,14 @@ class ExplanationBook:
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries: OrderedDict[RequestId, Explained] = OrderedDict()
-        self._num_rejections = 0
-
-    @property
-    def num_rejections(self) -> int:
-        """Requests whose canonical key matched where the model's tokens did not, and no rule says why."""
-        return self._num_rejections
+        self.num_rejections = 0
 
     def put(self, explained: Explained) -> None:
         """A request is over."""
         explanation = explained.explanation
         with self._lock:
             self._entries[explanation.request_id] = explained
-            self._num_rejections += explanation.is_rejection
+            self.num_rejections += explanation.is_rejection
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
 

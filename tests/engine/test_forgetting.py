@@ -281,9 +281,9 @@ def test_to_forget_waits_for_no_later_slice() -> None:
             tree._sweep._limits = replace(tree._sweep._limits, ttl_seconds=1.0)
             clock = tree._clock
             tree._clock = lambda: clock() + 10
-            assert any(name.startswith(ONE) for name in tree._owners_seen_at)
+            assert any(name.startswith(ONE) for name in tree._sweep.owners_seen_at)
             scheduler.forget(is_one)
-            return list(tree._owners_seen_at), tree.num_ram_bytes, scheduler.cache.kv_room.has_more
+            return list(tree._sweep.owners_seen_at), tree.num_ram_bytes, scheduler.cache.kv_room.has_more
 
         with without_idle_work(engine):
             assert engine._ask(forget) == ([], 0, False)
