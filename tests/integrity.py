@@ -35,15 +35,12 @@ def _(kept: PrefixTree) -> None:
 
 def _check_shape(trie: Trie, leases: set[Lease], block_size: int) -> None:
     """Ranges tile their paths, siblings differ in their first token, every block is indexed, every lease has a node."""
-    num_nodes = 0
     standing: set[Lease] = {lease for root in trie.roots() for lease in root.leases}
     reachable: set[Node] = set()
     for node in trie.nodes():
-        num_nodes += 1
         reachable.add(node)
         standing |= node.leases
         _check_node(trie, node, block_size)
-    assert num_nodes == trie.num_nodes, f"{trie.num_nodes} nodes are counted, {num_nodes} can be reached"
     assert standing == leases, "the leases at nodes are not those that were handed out"
     for name, node in trie.index.items():
         assert node in reachable and name in node.hashes, "the index names a node that is gone or a foreign block"
@@ -91,7 +88,6 @@ def _check_totals(store: Store) -> None:
         assert common_end(run, run, run.start, run.end) == run.end, f"segment {record_id} has broken tokens"
     checkpoint_bytes = sum(checkpoint.num_bytes for checkpoint in checkpoints)
     assert checkpoint_bytes == store.checkpoint_bytes, "checkpoint bytes do not add up"
-    assert len(checkpoints) == store.num_checkpoints, "checkpoints do not add up"
     assert all(store.ram.get(checkpoint.record_id) for checkpoint in checkpoints), "a checkpoint has no payload"
     total = checkpoint_bytes + sum(segment.num_bytes for segment in segments.values())
     assert total == store.ram.num_bytes, f"{store.ram.num_bytes} bytes are counted, {total} are referenced"

@@ -3,7 +3,7 @@ serves only this prefix, what others would lose with it, and where blobs are who
 files.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
@@ -148,11 +148,6 @@ class BlobPaths:
                 return self.entries[node.checkpoint.record_id], node.end
             below, node = node, node.parent
         return None, self.entry_of(below).state_end
-
-
-def tops(nodes: Collection[Node]) -> list[Node]:
-    """Of the nodes of one segment those whose parent is not one of them."""
-    return [node for node in nodes if node.parent not in nodes]
 
 
 def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Position, start: int) -> list[RecordId]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
-from kvserve.cache.disk_paths import Aliases, BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes, tops
+from kvserve.cache.disk_paths import Aliases, BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes
 from kvserve.cache.disk_records import DiskUses, Entry, Found, Unused
 from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
@@ -295,7 +295,9 @@ class BlobTrie:
                 return []
             if entry.head.kind == "checkpoint":
                 return self._forget_checkpoint(entry)
-            gone = [gone for top in tops(self._trie.holders[entry.record_id]) for gone in self._forget_subtree(top)]
+            nodes = self._trie.holders[entry.record_id]
+            tops = [node for node in nodes if node.parent not in nodes]
+            gone = [gone for top in tops for gone in self._forget_subtree(top)]
             self._trie.prune()
             return gone
 

@@ -7,6 +7,7 @@ It knows nodes, records and sizes; not when something is added or which record i
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from kvserve.cache.node import Node
 from kvserve.cache.records import (
@@ -54,22 +55,9 @@ type CutPayload = Callable[[Payload, int, int], Payload]
 class Counters:
     """Running totals, named as in `CacheStats`."""
 
-    num_lookups: int = 0
-    num_hits: int = 0
-    num_matched_tokens: int = 0
-    num_usable_tokens: int = 0
     num_image_retreats: int = 0
-    num_culled_prefixes: int = 0
     num_evicted_tokens: int = 0
     num_evicted_checkpoints: int = 0
-
-    def note_lookup(self, num_matched_tokens: int, num_usable_tokens: int, *, is_image_retreat: bool) -> None:
-        """A prompt was looked up, and this was found."""
-        self.num_lookups += 1
-        self.num_hits += num_usable_tokens > 0
-        self.num_matched_tokens += num_matched_tokens
-        self.num_usable_tokens += num_usable_tokens
-        self.num_image_retreats += is_image_retreat
 
 
 class Store:
@@ -84,13 +72,11 @@ class Store:
         self._loose_bytes: Counter[RecordId] = Counter()
         self._next_id = 0
         self.checkpoint_bytes = 0
-        self.num_checkpoints = 0
 
     def add_segment(self, parent: Node, tokens: TokenRun, hashes: tuple[bytes, ...], payload: Payload | None) -> Node:
         """Add a leaf below `parent`, which is no entry any more but a prefix of one."""
         if parent.sequence_end is not None:
             self.trie.entries.set(parent, None)
-            self.counters.num_culled_prefixes += 1
         return self.trie.attach(parent, self._new_segment(tokens, payload), hashes)
 
     def add_checkpoint(self, node: Node, payload: Payload, kind: BoundaryKind, now: float) -> None:
@@ -102,7 +88,6 @@ class Store:
         node.checkpoint = Checkpoint(record_id, node.end, payload.num_bytes, kind)
         node.restored_at = now
         self.checkpoint_bytes += payload.num_bytes
-        self.num_checkpoints += 1
         self.trie.changes.note_state(node)
 
     def drop_checkpoint(self, node: Node) -> None:
@@ -113,7 +98,6 @@ class Store:
         self.trie.changes.note(node)
         self.ram.drop(checkpoint.record_id)
         self.checkpoint_bytes -= checkpoint.num_bytes
-        self.num_checkpoints -= 1
         self.counters.num_evicted_checkpoints += 1
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
@@ -187,13 +171,8 @@ class Store:
     def pieces_to(self, node: Node, end: int) -> tuple[KvPiece, ...]:
         """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, as a
         restore pays for each piece: nodes end inside records where there are states."""
-        spans: list[tuple[Node, Node]] = []
-        for each in node.path():
-            if spans and spans[-1][1].segment is each.segment:
-                spans[-1] = spans[-1][0], each
-            else:
-                spans.append((each, each))
-        return tuple(self._rows(first, last, end) for first, last in spans)
+        runs = (list(run) for _, run in groupby(node.path(), key=lambda each: each.segment))
+        return tuple(self._rows(run[0], run[-1], end) for run in runs)
 
     def _rows(self, first: Node, last: Node, end: int) -> KvPiece:
         """The rows up to `end` of nodes that follow one another in one record."""
@@ -211,17 +190,17 @@ class Store:
 
     def stats(self, *, live_bytes: int, num_leases: int) -> CacheStats:
         """What is held and was done; looks at every node. `live_bytes` are those of the live rows' own caches."""
+        nodes = list(self.trie.nodes())
         return CacheStats(
-            num_nodes=self.trie.num_nodes,
+            num_nodes=len(nodes),
             num_segments=len(self.trie.holders),
-            num_checkpoints=self.num_checkpoints,
+            num_checkpoints=sum(node.checkpoint is not None for node in nodes),
             num_entries=len(self.trie.entries),
-            num_stored_tokens=sum(node.end - node.start for node in self.trie.nodes()),
+            num_stored_tokens=sum(node.end - node.start for node in nodes),
             ram_bytes=self.ram.num_bytes,
             checkpoint_bytes=self.checkpoint_bytes,
             live_bytes=live_bytes,
             num_leases=num_leases,
-            num_hash_collisions=self.trie.num_collisions,
             **asdict(self.counters),
         )
 

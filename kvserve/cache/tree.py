@@ -65,8 +65,7 @@ class PrefixTree:
     def lookup(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
         """How much of a prompt is known and from what it can be restored."""
         match = self.peek(tokens, partition=partition)
-        note = self._store.counters.note_lookup
-        note(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=match.cause == "inside_image")
+        self._store.counters.num_image_retreats += match.cause == "inside_image"
         return match
 
     def peek(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:

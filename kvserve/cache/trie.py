@@ -28,7 +28,6 @@ class Trie:
         self.changes = Changes(is_noted=is_ranked)
         self.entries = Entries()
         self.version = 0
-        self.num_nodes = 0
         self.num_collisions = 0
         self._num_attached = 0
 
@@ -76,7 +75,6 @@ class Trie:
         self._roots.clear()
         self.holders.clear()
         self.changed.clear()
-        self.num_nodes = 0
         self.version += 1
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -155,7 +153,7 @@ class Trie:
         self.num_collisions += len(hashes) - len(set(hashes))
         self.changes.note(parent)
         self.changes.note(node)
-        self._changed(+1)
+        self.version += 1
         return node
 
     def split(self, node: Node, at: int, block_size: int) -> None:
@@ -184,7 +182,7 @@ class Trie:
         if node in self.changed:
             self.changed[lower] = None
         self.changes.note_cut(node, lower)
-        self._changed(+1)
+        self.version += 1
 
     def merge(self, node: Node) -> None:
         """Join a node with its only child, which holds the following rows of the same record."""
@@ -210,7 +208,7 @@ class Trie:
             self.changed[node] = None
         self.changes.note_gone(lower, node)
         self.changes.note(node)
-        self._changed(-1)
+        self.version += 1
 
     def detach(self, leaf: Node) -> Segment:
         """Remove a leaf without leases; returns its segment."""
@@ -225,7 +223,7 @@ class Trie:
             if self.index.get(name) is leaf:
                 del self.index[name]
         self._unhold(leaf, leaf.segment)
-        self._changed(-1)
+        self.version += 1
         return leaf.segment
 
     def rename(self, leases: Iterable[Lease], hasher: BlockHasher) -> None:
@@ -289,10 +287,6 @@ class Trie:
                 self.index[name] = node
             elif holder is not node:
                 self.num_collisions += 1
-
-    def _changed(self, num_nodes: int) -> None:
-        self.num_nodes += num_nodes
-        self.version += 1
 
 
 def _chain_to(last: Node, hasher: BlockHasher) -> HashChain:

@@ -48,7 +48,7 @@ def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[RuleSpan, ...]:
     was taken out are not a recorded form. That makes the canonical form stable. A text with more spans than any client
     sends has none either.
     """
-    span_rules = rules.span_rules(role)
+    span_rules = rules.span_rules[role]
     if not span_rules:
         return ()
     spans = tuple(_scan(text, span_rules, rules))

@@ -19,7 +19,7 @@ type FirstValue = Callable[[str, str], str]
 
 def with_shared_values(message: Message, rules: RuleSet, first: FirstValue) -> tuple[Message, frozenset[str]]:
     """The message with the values that came first, and the rules whose values are not those that were sent."""
-    openers = rules.impersonal_openers(message.role)
+    openers = rules.impersonal_openers[message.role]
     if not openers:
         return message, frozenset()
     fired: set[str] = set()
