@@ -126,8 +126,7 @@ class BlobPaths:
             above = above.parent
         for node in reversed(nodes):
             end = min(node.end, position.depth)
-            is_whole = node.checkpoint is not None and end == node.end
-            state = self.entries[node.checkpoint.record_id] if node.checkpoint is not None and is_whole else None
+            state = self.entries[node.checkpoint.record_id] if node.checkpoint is not None and end == node.end else None
             yield BlobStep(self.entry_of(node), node.start, end, state)
 
     def entry_of(self, node: Node) -> Entry:

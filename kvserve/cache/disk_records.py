@@ -5,7 +5,7 @@ writes in progress, figures, and faults, which are reported once and never cost 
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvserve.cache.disk_blob import Blob, BlobHead, BlobName, Tensor
@@ -73,10 +73,8 @@ class Found:
         for step in self.steps:
             if not step.segment.is_written:
                 break
-            state = step.checkpoint
-            if state is not None and not all(each.is_written for each in state.chain):
-                state = None
-            steps.append(BlobStep(step.segment, step.start, step.end, state))
+            has_state = step.checkpoint is not None and all(each.is_written for each in step.checkpoint.chain)
+            steps.append(step if has_state else replace(step, checkpoint=None))
         return Found(steps[-1].end if steps else 0, tuple(steps))
 
 

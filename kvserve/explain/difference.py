@@ -58,12 +58,10 @@ def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Dif
         if same_words(was, now):
             continue
         was_text, now_text = text_form(was), text_form(now)
-        char = common_length(was_text, now_text)
+        char = shown = common_length(was_text, now_text)
         if was_text == now_text:  # they differ in who speaks, in their name or in how the text is cut into blocks
             was_text, now_text, char = repr(without_ids(was)), repr(without_ids(now)), 0
             shown = common_length(was_text, now_text)
-        else:
-            shown = char
         tool = _changed_tool(was, now)
         return Difference(index, now.role, char, excerpt(was_text, shown), excerpt(now_text, shown), tool)
     return None
@@ -91,7 +89,7 @@ def _without_tool(block: Block) -> Block:
 def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec]) -> Difference | None:
     """The first tool that is another one now, is new or is gone, whatever their order; None for an equal set."""
     was, now = ({tool.name: _tool_form(tool) for tool in tools} for tools in (before, after))
-    for name in [*was, *(name for name in now if name not in was)]:
+    for name in was | now:
         was_text, now_text = was.get(name, ""), now.get(name, "")
         if was_text != now_text:
             char = common_length(was_text, now_text)

@@ -119,11 +119,6 @@ class Explanation:
     decided_by: str | None = None
     num_lost_tokens: int = 0
 
-    @property
-    def is_trim_miss(self) -> bool:
-        """More of the prompt was stored than could be used, for want of a checkpoint."""
-        return self.reuse.is_trim_miss
-
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:

@@ -13,10 +13,6 @@ class _Digests[Value]:
         self._lock = threading.RLock()
         self._entries: OrderedDict[bytes, Value] = OrderedDict()
 
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
-
     def clear(self) -> None:
         """Drop all digests."""
         with self._lock:
