@@ -21,10 +21,9 @@ from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, rep
 from kvserve.cache.eviction import Score, value_score
 from kvserve.cache.forget_users import IsForgotten, forget_users
 from kvserve.cache.kept_path import EvictedNodes, KeptPath, kept_end, kept_path
-from kvserve.cache.match import PrefixMatch
+from kvserve.cache.match import PrefixMatch, RecentNames
 from kvserve.cache.move_nodes import Mover
 from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
-from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
 from kvserve.cache.store import CutPayload, RamTier, Store
 from kvserve.cache.sweep import Sweep

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.block_hash import BlockHasher, sha256
-from kvserve.cache.recent_names import NUM_KEPT, RecentNames
+from kvserve.cache.match import NUM_KEPT, RecentNames
 from kvserve.cache.token_run import pack
 from kvserve.core import TokenSequence
 from tests.cache.payloads import Atom, flatten
