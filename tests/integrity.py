@@ -11,10 +11,9 @@ from kvserve.cache.store import Store
 from kvserve.cache.token_run import common_end
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Trie
-from kvserve.sessions.node_state import LeafOrder, node_bytes
-from kvserve.sessions.record_store import RecordStore
 from kvserve.sessions.seen import PathNode
 from kvserve.sessions.tool_layouts import ToolLayouts
+from kvserve.sessions.turn_state import LeafOrder, RecordStore, node_bytes
 from kvserve.sessions.turns import TurnStore
 
 

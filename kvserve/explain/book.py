@@ -68,15 +68,14 @@ class ExplanationBook:
             shown = [each for each in self._entries.values() if each.is_shown_to(key)]
         if whole is not None and whole.is_shown_to(key):
             return whole
-        ids = [each.explanation.request_id for each in shown]
-        found = [number for number, known in enumerate(ids) if request_id and known.startswith(request_id)]
+        found = [each for each in shown if request_id and each.explanation.request_id.startswith(request_id)]
         if len(found) > 1:
-            named = ", ".join(ids[number] for number in found[-NUM_NAMED:][::-1])
+            named = ", ".join(each.explanation.request_id for each in found[-NUM_NAMED:][::-1])
             raise Conflict(
                 f"{len(found)} requests begin with {request_id!r}: give more of the id. The newest are {named}.",
                 param="request_id",
             )
-        return shown[found[0]] if found else None
+        return found[0] if found else None
 
     def last(self, key: str) -> Explained | None:
         """The newest request that came with the key of this digest and named no user: who asks for it knows no id."""

@@ -30,9 +30,9 @@ from kvserve.sessions.message_rows import (
     written_of,
     written_row,
 )
-from kvserve.sessions.node_state import ChainState, NodeState, node_bytes
 from kvserve.sessions.seen import PACKED, PACKED_BYTES, PathNode, TurnRecord
 from kvserve.sessions.tool_layouts import NO_TOOLS, layout_of, layout_row
+from kvserve.sessions.turn_state import ChainState, NodeState, node_bytes
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
 

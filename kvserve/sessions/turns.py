@@ -16,11 +16,10 @@ from kvserve.sessions.digest_lru import UnambiguousLru
 from kvserve.sessions.first_values import ToolOrders
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
 from kvserve.sessions.message_rows import parse
-from kvserve.sessions.node_state import ChainState, LeafOrder, NodeState, node_bytes
-from kvserve.sessions.record_store import RecordStore
 from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
 from kvserve.sessions.turn_rows import PathJournal, nodes_of_rows, record_of
+from kvserve.sessions.turn_state import ChainState, LeafOrder, NodeState, RecordStore, node_bytes
 from kvserve.sessions.written_messages import said_digest
 
 MAX_UNRECORDED = 8_192

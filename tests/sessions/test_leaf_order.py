@@ -1,7 +1,7 @@
 """The order in which leaves are evicted: by their last use, each once, and no node that has children."""
 
-from kvserve.sessions.node_state import LeafOrder, NodeState
 from kvserve.sessions.seen import PathNode
+from kvserve.sessions.turn_state import LeafOrder, NodeState
 from tests.integrity import leaves
 from tests.sessions.samples import user
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from kvserve.core import RequestId
-from kvserve.sessions.record_store import record_bytes
 from kvserve.sessions.seen import PathNode
+from kvserve.sessions.turn_state import record_bytes
 from kvserve.sessions.turns import TurnStore
 from tests.integrity import check_integrity
 from tests.sessions.samples import chains_of, record_of, steps_of, user

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvserve.core import ImageSpan, Message, TextBlock, ToolSpec, Written
 from kvserve.sessions.message_rows import dump, parse
-from kvserve.sessions.node_state import ChainState
 from kvserve.sessions.seen import PathNode, TurnRecord
 from kvserve.sessions.tool_layouts import AddedTools, ToolLayout
 from kvserve.sessions.turn_rows import (
@@ -18,6 +17,7 @@ from kvserve.sessions.turn_rows import (
     record_body,
     record_of,
 )
+from kvserve.sessions.turn_state import ChainState
 from kvserve.sessions.turns import TurnStore
 from tests.sessions import samples
 from tests.sessions.samples import assistant, call, steps_of, user, written
