@@ -304,7 +304,7 @@ def test_scripts_speak_http_only() -> None:
         ("kvserve/requests/serve.py", "from kvserve import warming", "imports earlier ones"),
         ("kvserve/observe/requests.py", "import kvserve.warming.prewarming", "imports earlier ones"),
         ("kvserve/web/service.py", "if TYPE_CHECKING:\n    from kvserve.app.server import App", "imports earlier ones"),
-        ("kvserve/cache/tree.py", "from .ram_tier import RamTier", "imports are absolute"),
+        ("kvserve/cache/tree.py", "from .sweep import Sweep", "imports are absolute"),
         ("kvserve/cache/tree.py", "import mlx.core as mx", "import mlx*"),
         ("kvserve/output/tool_parsers.py", "from mlx_lm.tool_parsers import json_tools", "import mlx*"),
         ("kvserve/requests/serve.py", "import mlx_vlm", "import mlx*"),

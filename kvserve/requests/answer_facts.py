@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvserve.canonical.policies import rules_off
+from kvserve.canonical.canonicalise import rules_off
 from kvserve.core import GenerationDone
 from kvserve.errors import RequestError
 from kvserve.explain.explanation import Asked, Circumstances, Explanation, explain
