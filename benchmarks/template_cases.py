@@ -69,8 +69,8 @@ BARE = {"type": "function", "function": {"name": "list_files", "parameters": {"t
 STRICT = tool("read_file", "Reads a file.", READ["function"]["parameters"]["properties"], strict=True)
 TOOLS = (READ,)
 
-_LOOK = call("call1aaaa", "read_file", {"path": "src/main.py", "lines": 40})
-_LATER = call("call2bbbb", "read_file", {"path": "README.md", "lines": 5})
+_LOOK = call("call1aaaa", "read_file", {"path": "kwmain", "lines": 40})
+_LATER = call("call2bbbb", "read_file", {"path": "kwreadme", "lines": 5})
 _TALK = (user("How is it?"), answer("It is fine."), user("And then?"))
 
 RENDERED: Mapping[str, Conversation] = {

@@ -5,6 +5,7 @@ It knows tokens and files, no rendering.
 """
 
 import json
+import lzma
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -147,10 +148,37 @@ def write_folder(folder: Path, source: str, control: DemoControlTokens) -> Path:
     return folder
 
 
+WHOLE_VOCABULARIES: Mapping[str, tuple[str, str]] = {
+    f"{template}, whole vocabulary": (vocabulary, template)
+    for vocabulary, template in (
+        ("qwen3", "qwen3"),
+        ("gemma3", "gemma3"),
+        ("gptoss", "gpt_oss"),
+        ("llama3_1", "llama3_1"),
+        ("deepseek_v3", "deepseek_v3_1"),
+    )
+}
+"""The real tokenizers of shared/tokenizers, each with a template of its family."""
+
+
+def whole_folder(name: str, root: Path) -> Path:
+    """A new folder below `root` for a real template with a real tokenizer."""
+    vocabulary, template = WHOLE_VOCABULARIES[name]
+    if SHARED is None:
+        raise FileNotFoundError("The real tokenizers (shared/tokenizers) are not here.")
+    packed, folder = SHARED / "tokenizers" / vocabulary, root / template
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(lzma.decompress((packed / "tokenizer.json.xz").read_bytes()))
+    shutil.copyfile(packed / "tokenizer_config.json", folder / "tokenizer_config.json")
+    (folder / "chat_template.jinja").write_text(source_of(template), encoding="utf-8")
+    return folder
+
+
 def template_folder(name: str, root: Path) -> Path:
     """A new folder below `root` for a real template."""
+    if name in WHOLE_VOCABULARIES:
+        return whole_folder(name, root)
     folder = root / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     source = source_of(name)
     return write_folder(folder, source, control_tokens_of(name, source))

@@ -1,22 +1,16 @@
-"""Chat templates that people run against this server: what is loaded, rendered, read and replayed as it must be.
+"""What this server makes of a model's chat template: what is found out, rendered, read and replayed as it must be.
 
-    python -m benchmarks.template_matrix [NAME ...] [--save]
-
-Every real template of shared/templates in a folder of its own, with the control tokens of the real tokenizer and no
-weights; the judge is transformers. `scripts/check_template.py` prints the same of any model's folder.
+A row of cells for any folder, without weights; the judge is transformers. `scripts/check_template.py` prints it,
+`real_templates.py` makes the table of the templates that people run.
 """
 
-import argparse
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.template_calls import call_cells
 from benchmarks.template_cell import Cell
-from benchmarks.template_folders import TEMPLATES, template_folder
 from benchmarks.template_load import load_cells
 from benchmarks.template_model import Model, load_model
 from benchmarks.template_reference import Reference
@@ -29,7 +23,8 @@ COLUMNS: Mapping[str, Callable[[Model, Reference], Iterator[Cell]]] = {
     "calls": call_cells,
     "replay": replay_cells,
 }
-RESULTS = Path(__file__).parent / "results" / "templates.md"
+LOOPS = "loops"
+"""The column that needs a model: `template_loops.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +54,6 @@ def row_of(name: str, folder: Path, columns: Iterable[str] = COLUMNS) -> Row:
     return Row(name, tuple(cell for column in columns for cell in COLUMNS[column](model, reference)))
 
 
-def row_of_template(name: str, columns: Iterable[str] = COLUMNS) -> Row:
-    """The cells of a real template."""
-    with tempfile.TemporaryDirectory(prefix="kvserve-template-") as scratch:
-        return row_of(name, template_folder(name, Path(scratch)), columns)
-
-
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -77,19 +66,19 @@ def count(cells: Sequence[Cell]) -> str:
     return f"{verdicts['ok']}/{counted}" + (f" + {verdicts['dropped']}" if verdicts["dropped"] else "")
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def table(rows: Sequence[Row], columns: Collection[str] = tuple(COLUMNS)) -> Iterator[str]:
     """A line for each template, with its cells by column."""
-    yield f"| template | {' | '.join(COLUMNS)} |"
-    yield "|---" * (1 + len(COLUMNS)) + "|"
+    yield f"| template | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
     for row in rows:
-        yield f"| {row.name} | {' | '.join(count(row.of(column)) for column in COLUMNS)} |"
+        yield f"| {row.name} | {' | '.join(count(row.of(column)) for column in columns)} |"
 
 
 def details(row: Row) -> Iterator[str]:
     """Each miss with its reason, then what is not counted, by reason."""
     for cell in row.misses:
         yield f"- {cell.column}, {cell.case}: {_plain(cell.reason)}"
-    for column in COLUMNS:
+    for column in (*COLUMNS, LOOPS):
         others: dict[tuple[str, str], list[str]] = {}
         for cell in row.of(column):
             if cell.verdict in ("dropped", "not counted"):
@@ -100,48 +89,3 @@ def details(row: Row) -> Iterator[str]:
 
 def _plain(reason: str) -> str:
     return f"`{reason.replace('`', chr(39))}`" if any(mark in reason for mark in "<>[]|*_") else reason
-
-
-def report(rows: Sequence[Row]) -> str:
-    """The file that keeps the table."""
-    reasons = "\n\n".join("\n".join((f"### {row.name}", "", *details(row))) for row in rows if any(details(row)))
-    return f"""# Real chat templates
-
-`python -m benchmarks.template_matrix --save`: {len(rows)} templates of models that people run, each with a small
-vocabulary that has the control tokens of the real tokenizer. The judge is transformers' `apply_chat_template`.
-
-- load: what is found out about the template before it is used.
-- render: text and ids are those of transformers; a client's spelling of a control token is text.
-- calls: what the template writes of a call is read back from random pieces, each value exactly.
-- replay: turns that a model wrote in odd tokens stand in the next prompt with their own ids.
-
-`a/b` are the cases that came out right of those that count; `+ n` are turns of which the template itself drops or
-changes something later. What transformers refuses or writes with a loss is not counted.
-
-{chr(10).join(table(rows))}
-
-## Why
-
-{reasons}
-"""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the table; returns 1 for a miss."""
-    parser = argparse.ArgumentParser(prog="benchmarks.template_matrix", description="Real chat templates, judged.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these templates")
-    parser.add_argument("--save", action="store_true", help="write the table of all templates to results/templates.md")
-    given = parser.parse_args(arguments)
-    if not TEMPLATES:
-        parser.exit(2, "The real templates (shared/templates, in or beside the repository) are not here.\n")
-    rows = [row_of_template(name) for name in given.names or TEMPLATES]
-    print("\n".join(table(rows)))
-    for row in rows if given.names else ():
-        print("\n".join(("", row.name, *details(row))))
-    if given.save and not given.names:
-        RESULTS.write_text(report(rows), encoding="utf-8")
-    return 1 if any(row.misses for row in rows) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

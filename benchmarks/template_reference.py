@@ -89,23 +89,25 @@ class Reference:
         """As `apply_chat_template(tokenize=True)` has them of its text."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def rendered(self, said: Conversation, *, tail: bool = True) -> Rendered | NotRendered:
+    def rendered(self, said: Conversation, *, tail: bool = True, may_move: bool = False) -> Rendered | NotRendered:
         """The conversation in the first spelling in which the template writes all of it; reasoning may be dropped, but
-        a spelling that shows it comes first."""
-        reason, shown = "", None
+        a spelling that shows it comes first. `may_move`: a template may write it in another order."""
+        reason, shown, moved = "", None, None
         for spelling in self._spellings(said):
             text = self.text(said, spelling, tail=tail)
             if isinstance(text, NotRendered):
                 reason = reason or text.reason
                 continue
-            lost = next(_lost(text, said, self._spelt(said, spelling)), None)
-            if lost is not None:
-                reason = reason or lost
+            losses = list(_lost(text, said, self._spelt(said, spelling)))
+            if losses:
+                reason = reason or losses[0]
+                if may_move and all(" moves " in loss for loss in losses):
+                    moved = moved or Rendered(text, spelling)
                 continue
             if all(word in text for word in _reasonings(said)):
                 return Rendered(text, spelling)
             shown = shown or Rendered(text, spelling)
-        return shown or NotRendered(reason)
+        return shown or moved or NotRendered(reason)
 
     def text(self, said: Conversation, spelling: Spelling, *, tail: bool = True) -> str | NotRendered:
         """What `apply_chat_template` writes."""
@@ -219,7 +221,7 @@ def _lost(text: str, said: Conversation, spelt: Sequence[Wire]) -> Iterator[str]
                 yield f"transformers drops {word!r}" if word not in text[:place] else f"transformers moves {word!r}"
             place = max(place, found + len(word))
             if call is not None:
-                yield from _lost_arguments(text[place:], call)
+                yield from _lost_arguments(text if found < 0 else text[place:], call)
         if not isinstance(message.get("content") or "", str) and ("'type'" in text or '"type": "text"' in text):
             yield "transformers writes the list of parts itself"
     if any(text.count(message["tool_call_id"]) == 1 for message in spelt if message["role"] == "tool"):
@@ -235,7 +237,8 @@ def _words(message: Wire) -> Iterator[tuple[str, Wire | None]]:
 def _lost_arguments(text: str, call: Wire) -> Iterator[str]:
     """What is lost of a call in the text behind its name."""
     keys = json.loads(call["function"]["arguments"])
-    if any(key not in text for key in keys):
+    values = [value for value in keys.values() if isinstance(value, str) and value.isalnum()]
+    if any(word not in text for word in (*keys, *values)):
         yield "transformers drops a call's arguments"
     if any(f"{{'{key}'" in text or f'{{\\"{key}' in text or f'{{{{"{key}' in text for key in keys):
         yield "transformers writes a call's arguments in no form of the model's"

@@ -23,10 +23,10 @@ def render_cells(model: Model, reference: Reference) -> Iterator[Cell]:
 
 def _case(model: Model, reference: Reference, said: Conversation) -> Callable[[], str | NotRendered | None]:
     def judge() -> str | NotRendered | None:
-        wanted, asked = reference.rendered(said), said
+        wanted, asked = reference.rendered(said, may_move=True), said
         if isinstance(wanted, NotRendered) and said.tools and len(said.messages) > 2:
             asked = without_tools(said)
-            wanted = reference.rendered(asked) if "drops the tool" in wanted.reason else wanted
+            wanted = reference.rendered(asked, may_move=True) if "drops the tool" in wanted.reason else wanted
         if isinstance(wanted, NotRendered):
             return wanted
         return differs(wanted.text, reference.ids(wanted.text), *written(model, asked))

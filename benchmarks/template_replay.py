@@ -140,7 +140,7 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
     talk.messages.append(user("Do it."))
     for number, turn in enumerate(case.turns):
         prompt = talk.prompt()
-        text = as_the_model_writes(model, reference, turn, tools, prompt)
+        text = as_the_model_writes(model, reference, turn, tools, opens_reasoning=prompt.opens_reasoning)
         if isinstance(text, NotRendered):
             return text
         before, num_said = talk.stitched(prompt), len(talk.messages)
@@ -154,8 +154,8 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
             continue
         if num_kept >= len(before.ids) - len(before.tail_ids) and _is_dropped(model, reference, talk):
             return Dropped("the template drops earlier thinking")
-        moved = _moved(model, reference, talk, num_said)
-        if moved is not None and model.tokenizer.decode(after.ids[:num_kept]).startswith(moved):
+        same = moved(model, reference, Conversation(tuple(talk.messages), talk.tools, talk.thinking), num_said)
+        if same is not None and model.tokenizer.decode(after.ids[:num_kept]).startswith(same):
             return Dropped("the template changes what stands before the turn")
         return _lost(model, kept, after.ids, num_kept)
     return None
@@ -188,16 +188,16 @@ def _is_dropped(model: Model, reference: Reference, talk: Talk) -> bool:
     return not is_shown and not model.template.accepts_preserve_thinking
 
 
-def _moved(model: Model, reference: Reference, talk: Talk, num_said: int) -> str | None:
+def moved(model: Model, reference: Reference, later_talk: Conversation, num_said: int) -> str | None:
     """What the template leaves alone where it changes what it wrote of the first messages; None where it does not."""
-    first = Conversation(tuple(talk.messages[:num_said]), talk.tools, talk.thinking)
+    first = replace(later_talk, messages=later_talk.messages[:num_said])
     told = reference.rendered(first)
     if not isinstance(told, Rendered):
         return None
-    later = reference.text(replace(first, messages=tuple(talk.messages)), told.spelling)
+    later = reference.text(later_talk, told.spelling)
     if not isinstance(later, str):
         return None
-    same, last = common(model, told.text, later), str(texts_of(talk.messages[num_said - 1])[0])
+    same, last = common(model, told.text, later), str(texts_of(first.messages[-1])[0])
     return told.text[:same] if same < told.text.rfind(last) + len(last) else None
 
 
@@ -219,9 +219,9 @@ def num_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def as_the_model_writes(
-    model: Model, reference: Reference, turn: Wire, tools: Sequence[Wire], prompt: PromptText
+    model: Model, reference: Reference, turn: Wire, tools: Sequence[Wire], *, opens_reasoning: bool
 ) -> str | NotRendered:
-    """A turn in the template's own form, behind this prompt."""
+    """A turn in the template's own form, behind a prompt that ends inside thinking or not."""
     reasoning, tools = turn.get("reasoning_content"), tools if turn.get("tool_calls") else ()
     plain = {name: value for name, value in turn.items() if name != "reasoning_content"}
     if model.output_format.channels == "harmony" and turn.get("tool_calls") and turn.get("content"):
@@ -231,16 +231,16 @@ def as_the_model_writes(
         return native
     said = _without_empty_thinking(model, native.text)
     if reasoning is None:
-        return f"{_closing(model)}\n\n{said}" if prompt.opens_reasoning else said
+        return f"{_closing(model)}\n\n{said}" if opens_reasoning else said
     thought = native_turn(model, reference, turn, tools, thinking=True)
     is_shown = not isinstance(thought, NotRendered) and "kwthought" in thought.text
-    if is_shown and thought.opens_reasoning == prompt.opens_reasoning:  # type: ignore[union-attr]
+    if is_shown and thought.opens_reasoning == opens_reasoning:  # type: ignore[union-attr]
         return thought.text  # type: ignore[union-attr]
     if not _THINKS.search(reference.source):
         return NotRendered("the template knows no thinking")
     if model.output_format.channels == "harmony":  # the template writes the thinking of a later answer nowhere
         return f"{_opening(model)}{reasoning}{_closing(model)}<|start|>assistant{said}"
-    opening = "" if prompt.opens_reasoning else f"{_opening(model)}\n"
+    opening = "" if opens_reasoning else f"{_opening(model)}\n"
     return f"{opening}{reasoning}\n{_closing(model)}\n\n{said}"
 
 

@@ -1,7 +1,7 @@
 """Real chat templates, cell by cell as `template_cells.toml` holds them, and that each column can fail."""
 
 import tomllib
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks import template_replay
+from benchmarks.real_templates import row_of_template
 from benchmarks.template_calls import call_cells
 from benchmarks.template_cell import Cell
-from benchmarks.template_folders import TEMPLATES, write_folder
+from benchmarks.template_folders import TEMPLATES, WHOLE_VOCABULARIES, write_folder
 from benchmarks.template_load import load_cells
-from benchmarks.template_matrix import COLUMNS, Row, count, details, row_of, row_of_template, table
+from benchmarks.template_loops import Loop, loop_cells, looping
+from benchmarks.template_matrix import COLUMNS, LOOPS, Row, count, details, row_of, table
 from benchmarks.template_model import Model, load_model
-from benchmarks.template_reference import Reference
+from benchmarks.template_reference import Reference, Wire
 from benchmarks.template_render import CONTROL, render_cells
 from benchmarks.template_replay import replay_cells
 from kvserve.core import Message, TextBlock
 from kvserve.demo.build import TEMPLATE_FOLDER
+from kvserve.demo.families import FAMILIES
 from kvserve.demo.vocabulary import QWEN
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
@@ -37,26 +40,45 @@ IN_EVERY_RUN = ("glm4_6", "gpt_oss", "llama3_1", "minimax_m2", "mistral_small_3_
 here = pytest.mark.skipif(not TEMPLATES, reason="the real templates (shared/templates) are not here")
 
 
-def outcome(row: Row) -> dict[str, Any]:
-    """What is held of a row, in the form of the file."""
-    dropped = [f"{cell.column}: {cell.case}" for cell in row.cells if cell.verdict == "dropped"]
-    right = Counter(cell.column for cell in row.cells if cell.verdict == "ok")
-    return {
-        "right": {column: right[column] for column in COLUMNS},
-        "dropped": dropped,
-        "misses": {f"{cell.column}: {cell.case}" for cell in row.misses},
+type Outcome = tuple[dict[str, int], set[str], set[str]]
+"""How many cases of each column came out right, what the template drops, what misses."""
+
+
+def outcome(row: Row, columns: Sequence[str]) -> Outcome:
+    """Of a row that was made."""
+    told = {
+        verdict: {f"{c.column}: {c.case}" for c in row.cells if c.verdict == verdict} for verdict in ("dropped", "miss")
     }
+    right = {column: sum(cell.verdict == "ok" for cell in row.of(column)) for column in columns}
+    return right, told["dropped"], told["miss"]
+
+
+def held(name: str, columns: Sequence[str]) -> Outcome:
+    """Of the file."""
+    row = CELLS[name]
+    misses = {case for cases in row.get("misses", {}).values() for case in cases}
+    dropped, missed = (
+        {case for case in cases if case.startswith(tuple(columns))} for cases in (row.get("dropped", []), misses)
+    )
+    return {column: row["right"][column] for column in columns}, dropped, missed
 
 
 @here
-@pytest.mark.parametrize("name", sampled(TEMPLATES or ["none"], IN_EVERY_RUN))
+@pytest.mark.parametrize("name", sampled((*TEMPLATES, *WHOLE_VOCABULARIES), IN_EVERY_RUN))
 def test_the_cells_of_a_real_template_are_those_that_are_held(name: str) -> None:
     """What came out right, what the template drops, what misses: no more, and no less either, so that a cell that is
     mended is seen."""
-    held, row = CELLS[name], row_of_template(name)
-    misses = {case for cases in held.get("misses", {}).values() for case in cases}
-    wanted = {"right": held["right"], "dropped": held.get("dropped", []), "misses": misses}
-    assert outcome(row) == wanted, "\n".join(details(row))
+    row = row_of_template(name)
+    assert outcome(row, tuple(COLUMNS)) == held(name, tuple(COLUMNS)), "\n".join(details(row))
+
+
+@here
+@pytest.mark.long
+@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+def test_the_closed_loops_of_a_real_template_are_those_that_are_held(name: str) -> None:
+    """Six turns over HTTP, in the template's own form."""
+    row = row_of_template(name, (LOOPS,))
+    assert outcome(row, (LOOPS,)) == held(name, (LOOPS,)), "\n".join(details(row))
 
 
 def test_every_miss_has_a_cause_that_is_said() -> None:
@@ -67,7 +89,7 @@ def test_every_miss_has_a_cause_that_is_said() -> None:
 @here
 def test_every_template_is_held() -> None:
     """Those that are here are those of the file."""
-    assert sorted(CELLS) == TEMPLATES
+    assert list(CELLS) == [*TEMPLATES, *WHOLE_VOCABULARIES]
 
 
 # --- that a cell can fail --------------------------------------------------------------------------------------------
@@ -145,6 +167,26 @@ def test_a_template_of_which_nothing_is_found_out_is_red(whole: tuple[Model, Ref
     assert missing(list(load_cells(bare, reference))) >= {"template", "tools", "turns"}
     row = row_of("nowhere", tmp_path / "nowhere")
     assert [cell.verdict for cell in row.cells] == ["miss"] and "is not a folder" in row.cells[0].reason
+
+
+def test_a_loop_that_finds_less_again_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a family that is always here every turn is found again, but for those that the client changes and those that
+    the server forgets."""
+    with looping(FAMILIES["qwen3"]) as (server, model, reference):
+        assert {cell.verdict for cell in loop_cells(server, model, reference)} == {"ok"}
+        ask = Loop.turn
+
+        def forgets(loop: Loop, turn: Wire, number: int) -> tuple[Wire, int]:
+            if number == 0:
+                loop.messages[0] = {"role": "user", "content": "Do it again."}
+            if number == 2:
+                server.forget()
+            message, num_cached = ask(loop, turn, number)
+            return (message | {"content": "It has eleven lines."} if number == 3 else message), num_cached
+
+        monkeypatch.setattr(Loop, "turn", forgets)
+        cells = list(loop_cells(server, model, reference))
+    assert [cell.verdict for cell in cells] == ["ok", "miss", "ok", "miss", "ok"], cells
 
 
 def test_the_table_counts_what_counts() -> None:
