@@ -280,7 +280,7 @@ def test_a_border_is_told_from_other_handlers(source: str, expected: list[bool])
 
 
 def test_scripts_speak_http_only() -> None:
-    """No file in scripts/ imports the package."""
+    """No file in scripts/ imports the package; check_template.py, which needs no server, asks the benchmarks."""
     found = [
         f"{file.relative_to(ROOT)}:{use.line}: {use.name}"
         for file in sorted((ROOT / "scripts").rglob("*.py"))
