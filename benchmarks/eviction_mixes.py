@@ -33,8 +33,8 @@ from benchmarks.eviction_simulator import (
     render,
 )
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline
-from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import AGEING_POWER, Ageing, Candidate, Score, value_score
+from kvserve.cache.kept_path import EvictedNodes
 from kvserve.core import TokenSequence
 
 RESULTS = Path(__file__).parent / "results" / "eviction_mixes.md"

@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks.client import BenchmarkError
 from benchmarks.given_ids import GivenIds
 from benchmarks.model_free import Script, Told, script_of
-from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
+from benchmarks.recordings import CHAT, MESSAGES, RESPONSES, Reply, Request
 from kvserve.app.server import Server
 from kvserve.config import Launch, Settings
 from kvserve.engine import decode_group
@@ -105,6 +105,13 @@ class LedServer:
                         break
         self._settle()
         return events
+
+    def answer(self, body: Mapping[str, Any], lead: Callable[[Sequence[int]], Script]) -> dict[str, Any]:
+        """Send a body of `/v1/chat/completions` and have written what `lead` makes of its prompt's ids: the answer."""
+        self._lead = lead
+        answer = self._exchange("POST", CHAT, body)
+        self._settle()
+        return answer
 
     def count(self, request: Request) -> int:
         """What count_tokens says of a request of `/v1/messages`."""

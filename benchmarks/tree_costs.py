@@ -24,8 +24,7 @@ from statistics import median
 
 from benchmarks.figure import Bound, Figure
 from kvserve.cache.block_hash import BlockHasher
-from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_records import DiskLimits
+from kvserve.cache.disk_records import DiskLimits, Faults
 from kvserve.cache.disk_scratch import ScratchStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.disk_trie import BlobTrie

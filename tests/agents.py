@@ -21,7 +21,7 @@ TELLING = (
     "The current workspace directory contains nothing possible otherwise, explicitly. The background document "
     "continues without requested configuration information; every previous response description is available."
 )
-"""An answer long enough to show that whoever sends it back was given it (`identity/provenance.py`), in words that are a
+"""An answer long enough to show that whoever sends it back was given it (`identity/owner.py`), in words that are a
 token each: the model of a test writes forty instead of two hundred."""
 
 TOOL = {

@@ -28,7 +28,7 @@ from kvserve.core import (
 )
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.conversations import Conversations, RememberedTurn
-from kvserve.identity.provenance import is_telling
+from kvserve.identity.owner import is_telling
 from kvserve.identity.reading import RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive

@@ -9,8 +9,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvserve.cache.token_run import ID_BYTES, TokenRun, pack, touching
-from kvserve.core import TokenSequence
+from kvserve.cache.token_run import ID_BYTES, TokenRun, touching
 
 FORMAT = b"kvserve prefix blocks, version 1"
 """Changes whenever what is hashed changes, so that old hashes match nothing."""
@@ -43,14 +42,10 @@ class HashChain:
         first, last = start // self.block_size, end // self.block_size
         return self.hashes[first - self.num_dropped : last - self.num_dropped]
 
-    def extended(self, run: TokenRun | TokenSequence, end: int | None = None) -> "HashChain":
-        """The chain of the tokens `[0, end)`; only new blocks are hashed.
-
-        `run` continues the chain: a whole sequence, or a run that begins at or before `num_tokens`.
-        """
-        if isinstance(run, TokenSequence):
-            run = pack(run, min(self.num_tokens, len(run)))
-        known, last = self.num_tokens, (run.end if end is None else end) // self.block_size * self.block_size
+    def extended(self, run: TokenRun) -> "HashChain":
+        """The chain of all tokens up to the end of `run`, which begins at or before `num_tokens`; only new blocks are
+        hashed."""
+        known, last = self.num_tokens, run.end // self.block_size * self.block_size
         if last <= known:
             return self
         parent = self.hashes[-1] if self.hashes else self.seed

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvserve.cache.node import Node
 from kvserve.cache.records import KvPiece, Payload
@@ -102,13 +103,7 @@ def _groups(chain: list[Node], max_tokens: int) -> Iterator[list[Node]]:
 
 def _units(chain: list[Node]) -> Iterator[list[Node]]:
     """Neighbours that hold one record already."""
-    unit: list[Node] = []
-    for node in chain:
-        if unit and unit[-1].segment is not node.segment:
-            yield unit
-            unit = []
-        unit.append(node)
-    yield unit
+    return (list(unit) for _, unit in groupby(chain, key=lambda node: node.segment))
 
 
 def _is_worth_it(group: list[Node], max_tokens: int) -> bool:

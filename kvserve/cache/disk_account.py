@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from kvserve.cache.disk_age import AgeClock
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob, partition_of_first
 from kvserve.cache.disk_catalog import Catalog, Listed, OpenCatalog, Victim
-from kvserve.cache.disk_entries import Entry
-from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_records import DiskLimits, Removal
+from kvserve.cache.disk_records import DiskLimits, Entry, Faults, Removal
 from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_store import StoredFile
 from kvserve.cache.disk_trie import BlobTrie

@@ -17,8 +17,7 @@ from typing import Concatenate
 
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
-from kvserve.cache.disk_entries import Unused
-from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_records import Faults, Unused
 from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 
 VERSION = 2

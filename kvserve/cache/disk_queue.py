@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from kvserve.cache.disk_blob import Blob
-from kvserve.cache.disk_entries import Entry
-from kvserve.cache.disk_records import Load, Write
+from kvserve.cache.disk_records import Entry, Load, Write
 
 STUCK_SECONDS = 0.2
 """A request that waits for the disk takes what was read between two steps; one that takes nothing for so long blocks no

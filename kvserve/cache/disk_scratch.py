@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
 from kvserve.cache.disk_catalog import Catalog
-from kvserve.cache.disk_store import Arrived, FolderStore, StoredFile, check_owner, ignored, read_pieces
+from kvserve.cache.disk_store import Arrived, FolderStore, StoredFile, check_owner, ignored, read_pieces, write_all
 
 
 class ScratchStore:
@@ -36,11 +36,6 @@ class ScratchStore:
     def place(self) -> str:
         """Where blobs are, for a person."""
         return f"a scratch file in {self._folder} that vanishes at exit"
-
-    @property
-    def file_bytes(self) -> int:
-        """Length of the file, free parts included."""
-        return self._end
 
     def open_catalog(self) -> Catalog:
         """A catalog in RAM."""
@@ -63,12 +58,9 @@ class ScratchStore:
         num_bytes = sum(map(num_bytes_of, parts))
         offset = self._allocate(num_bytes)
         try:
-            position = offset
+            self._file.seek(offset)
             for part in parts:
-                view = memoryview(part).cast("B")
-                while view:
-                    num_written = os.pwrite(self._file.fileno(), view, position)
-                    view, position = view[num_written:], position + num_written
+                write_all(self._file.fileno(), part)
         except OSError:
             self._release(offset, num_bytes)
             raise

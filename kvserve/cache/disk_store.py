@@ -147,7 +147,7 @@ class FolderStore:
             with _opened(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
                 _try_lock(descriptor, fcntl.LOCK_SH)  # until it has its name: see `sweep`
                 for part in parts:
-                    _write_all(descriptor, part)
+                    write_all(descriptor, part)
                 os.fsync(descriptor)
                 os.replace(scratch, self._path(self._model, name))
         except OSError:
@@ -290,7 +290,8 @@ def read_pieces(descriptor: int, offset: int, num_bytes: int, arrived: Arrived) 
     return data
 
 
-def _write_all(descriptor: int, part: Buffer) -> None:
+def write_all(descriptor: int, part: Buffer) -> None:
+    """Write bytes at a file's position. Raises OSError."""
     view = memoryview(part).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]

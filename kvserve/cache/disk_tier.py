@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
-from kvserve.cache.disk_entries import Entry
-from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
-from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
+from kvserve.cache.disk_records import DiskLimits, DiskStats, Entry, Faults, Load, Removal, Write
 from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.disk_worker import DiskWorker, Written

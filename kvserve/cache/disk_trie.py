@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
-from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
-from kvserve.cache.disk_paths import BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes, tops
+from kvserve.cache.disk_paths import Aliases, BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes
+from kvserve.cache.disk_records import DiskUses, Entry, Found, Unused
 from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
@@ -179,7 +178,7 @@ class BlobTrie:
         if base is not None:
             entry.base = base
             base.leaning.append(entry)
-        position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary, 0.0)
+        position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary)
         return entry
 
     def _base(self, head: BlobHead) -> Entry | None:
@@ -296,7 +295,9 @@ class BlobTrie:
                 return []
             if entry.head.kind == "checkpoint":
                 return self._forget_checkpoint(entry)
-            gone = [gone for top in tops(self._trie.holders[entry.record_id]) for gone in self._forget_subtree(top)]
+            nodes = self._trie.holders[entry.record_id]
+            tops = [node for node in nodes if node.parent not in nodes]
+            gone = [gone for top in tops for gone in self._forget_subtree(top)]
             self._trie.prune()
             return gone
 
@@ -337,13 +338,8 @@ class BlobTrie:
         return [*(name for each in leaning for name in self.forget_entry(each)), entry.name]
 
     def _forget_subtree(self, top: Node) -> list[BlobName]:
-        nodes, todo = [], [top]
-        while todo:
-            node = todo.pop()
-            nodes.append(node)
-            todo.extend(node.children.values())
         names: dict[BlobName, None] = {}
-        for node in reversed(nodes):
+        for node in [top, *top.descendants()][::-1]:
             gone = [self._paths.entry_of(node)]
             if node.checkpoint is not None:
                 gone.append(self._entries[node.checkpoint.record_id])

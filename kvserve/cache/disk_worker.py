@@ -15,9 +15,7 @@ from kvserve.cache.disk_account import DiskAccount
 from kvserve.cache.disk_age import seconds_since_boot
 from kvserve.cache.disk_blob import DIGEST_BYTES, Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
 from kvserve.cache.disk_catalog import Catalog
-from kvserve.cache.disk_entries import Entry
-from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
+from kvserve.cache.disk_records import DiskLimits, DiskStats, Entry, Faults, Write
 from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_trie import BlobTrie
 

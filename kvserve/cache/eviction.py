@@ -5,7 +5,7 @@ Candidates are evicted in the order of their urgency, a line over time, slope x 
     value = tokens x chance x (1 + age / 60 s)^-4 / bytes          the lowest is evicted first, as the highest of
     urgency = (tokens x chance / bytes)^-1/4 x (age + 60 s)
 
-So no rank changes because time passes: two lines of one slope never cross (`eviction_queue.py`).
+So no rank changes because time passes: two lines of one slope never cross (`eviction_order.py`).
 
 Reuse of prompt tokens on 56 recorded agent conversations, six at a time, beside other scores
 (benchmarks/eviction_scores.py; benchmarks/results/eviction.md has all figures):

@@ -8,10 +8,10 @@ It reads nodes; it changes and evicts none.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from kvserve.cache.branches import end_without_user, used_children
 from kvserve.cache.eviction import BRIEF_TOKENS, Ageing, Candidate, Score
-from kvserve.cache.eviction_queue import Rank
-from kvserve.cache.last_users import end_without_user, used_children
 from kvserve.cache.node import Node
 
 GUESS = -2
@@ -27,6 +27,15 @@ PINNED = 1
 """The level of an entry within its own lifetime; other leaves are PLAIN."""
 
 NUM_NEWEST_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A lower level is evicted first, whatever its urgency. The rank holds until `until`."""
+
+    level: int
+    ageing: Ageing
+    until: float = math.inf
 
 
 class EvictionRank:

@@ -1,6 +1,7 @@
-"""All that is stored of a prefix, for the other tier: values, and how they are read off the tree's records."""
+"""What the tree tells the other tier: all that is stored of a prefix, and what is about to be evicted from RAM, with
+the whole path only where that tier must write it. Values, read off the tree's records; no policy and no disk."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
@@ -70,3 +71,41 @@ def _named_before(empty: HashChain, node: Node | None) -> HashChain:
     while node is not None and not node.hashes:
         node = node.parent
     return replace(empty, seed=node.hashes[-1]) if node is not None else empty
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedNodes:
+    """A leaf and the ancestors evicted with it or, with `is_state_only`, one node's state. `kept` builds the stored
+    path to a node, which takes time in the path's length."""
+
+    nodes: Sequence[Node]
+    is_state_only: bool
+    kept: Callable[[Node], KeptPath]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the record at their end: its state, or else its segment."""
+        record = self.nodes[0].checkpoint or self.nodes[0].segment
+        return record.num_bytes if record is not None else 0
+
+    def path(self) -> KeptPath:
+        """All that is stored up to the end of these nodes."""
+        return self.kept(self.nodes[0])
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the other tier has all of it, or will have it: then also its ancestors."""
+        return all(copy is not None and not copy.is_forgotten for copy in self._copies())
+
+    def unwritten(self) -> list[Copy]:
+        """The copies that wait to be written."""
+        copies = [copy for copy in self._copies() if copy is not None]
+        return [copy for copy in copies if not (copy.is_written or copy.is_forgotten)]
+
+    def _copies(self) -> Iterator[Copy | None]:
+        """The copies of each evicted record; None for a record without one."""
+        for node in self.nodes:
+            if not self.is_state_only:
+                yield from node.copies.rows or (None,)
+            if node.checkpoint is not None:
+                yield node.copies.state

@@ -8,8 +8,7 @@ root -- [0, 3000) system -- [3000, 20000) -- [20000, 20400)      a request that 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.cache.evicted_nodes import EvictedNodes
-from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.kept_path import EvictedNodes, KeptPath
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, KvPiece, Payload
@@ -60,7 +59,7 @@ class Mover:
         stay than that allows. What follows the match, an answer that its own client dropped, goes with them where it is
         shorter than what moves."""
         found, end = match.node, match.num_usable_tokens
-        behind = _behind(found)
+        behind = list(found.descendants())[::-1]
         is_ours = all(_is_only(node, requester, own) and _is_entry_of(node, requester) for node in behind)
         if match.num_matched_tokens < found.end:  # the request does not continue what ends here
             is_ours &= _is_entry_of(found, requester)
@@ -107,16 +106,7 @@ class Mover:
         lease.num_told_tokens = min(lease.num_told_tokens, first.start)
 
     def _evicted(self, nodes: Sequence[Node]) -> EvictedNodes:
-        return EvictedNodes(nodes, False, self._store.last_bytes(nodes[0]), self._kept)
-
-
-def _behind(node: Node) -> list[Node]:
-    """All descendants of a node, children before parents."""
-    todo, found = list(node.children.values()), list[Node]()
-    while todo:
-        found.append(below := todo.pop())
-        todo.extend(below.children.values())
-    return found[::-1]
+        return EvictedNodes(nodes, False, self._kept)
 
 
 def _is_only(node: Node, requester: Requester, own: Lease | None) -> bool:

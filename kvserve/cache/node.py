@@ -1,9 +1,8 @@
-"""The nouns of the tree: a node and what belongs to its end, a position, a prompt that was looked up, and a lease. They
-know no index and do not change the shape.
-"""
+"""A node of the tree and what belongs to its end, a position, a prompt that was looked up, a lease; which nodes are
+entries, and which have changed since they were ranked. It knows no index and does not change the shape."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
@@ -101,6 +100,14 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def descendants(self) -> "Iterator[Node]":
+        """All nodes below this one, parents before children."""
+        todo = list(self.children.values())
+        while todo:
+            node = todo.pop()
+            todo.extend(node.children.values())
+            yield node
+
     def inherit(self, behind: "Node") -> None:
         """Take over the uses of a child that is removed: they came through here."""
         if self.parent is None:
@@ -193,3 +200,116 @@ class Lease:
 def leased_bytes(leases: Iterable[Lease]) -> int:
     """Bytes of all rows and states on the paths of these leases, each once: they cannot be evicted."""
     return sum(node.num_bytes for node in {node for lease in leases for node in lease.node.path()})
+
+
+class Entries:
+    """The one writer of `sequence_end`."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Node, None] = {}
+        self._owned: dict[str, dict[Node, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        """Over a copy: the caller may change entries meanwhile."""
+        return iter(list(self._nodes))
+
+    def owners(self) -> set[str]:
+        """The owners that have entries."""
+        return set(self._owned)
+
+    def by_owner(self) -> Iterator[list[Node]]:
+        """The entries of one owner, then of the next."""
+        return (list(nodes) for nodes in self._owned.values())
+
+    def set(self, node: Node, end: SequenceEnd | None) -> None:
+        """Make a node an entry, or no entry any more."""
+        if node.sequence_end is not None:
+            self._drop(node, node.sequence_end.owner)
+        node.sequence_end = end
+        if end is not None:
+            self._nodes[node] = None
+            if end.owner is not None:
+                self._owned.setdefault(end.owner, {})[node] = None
+
+    def move(self, node: Node, other: Node) -> None:
+        """Give a node's entry to another node, in place of what that had."""
+        end = node.sequence_end
+        self.set(node, None)
+        self.set(other, end)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._nodes.clear()
+        self._owned.clear()
+
+    def _drop(self, node: Node, owner: str | None) -> None:
+        del self._nodes[node]
+        if owner is not None:
+            owned = self._owned[owner]
+            del owned[node]
+            if not owned:
+                del self._owned[owner]
+
+
+@dataclass(slots=True)
+class Changes:
+    """Nodes, each once. `nodes`: new ones, and those whose children, rows, record size or leases changed. `states`:
+    those that got one. `parted`: those that lost a descendant, or of which one was first used. `anchors`: those that
+    became the end of system and tools. `gone`: removed ones, which are in no other list.
+
+    `is_noted` False: no order reads this, so nothing is noted.
+    """
+
+    is_noted: bool = True
+    nodes: dict[Node, None] = field(default_factory=dict)
+    states: dict[Node, None] = field(default_factory=dict)
+    parted: dict[Node, None] = field(default_factory=dict)
+    anchors: dict[Node, None] = field(default_factory=dict)
+    gone: list[Node] = field(default_factory=list)
+
+    def note(self, node: Node) -> None:
+        """Its rank may have fallen."""
+        self._add(self.nodes, node)
+
+    def note_state(self, node: Node) -> None:
+        """It has a state now: states above may not be among the newest any more, those below save fewer tokens."""
+        self._add(self.states, node)
+
+    def note_parted(self, node: Node) -> None:
+        """A descendant was removed, or was a guess and was used."""
+        self._add(self.parted, node)
+
+    def note_anchor(self, node: Node) -> None:
+        """System and tools end here: what follows within a few tokens may be brief."""
+        self._add(self.anchors, node)
+
+    def note_gone(self, node: Node, heir: Node | None = None) -> None:
+        """It was removed; `heir` took over what belonged to it."""
+        if not self.is_noted:
+            return
+        for noted in (self.nodes, self.states, self.parted, self.anchors):
+            if node in noted:
+                del noted[node]
+                if heir is not None:
+                    self._add(noted, heir)
+        self.gone.append(node)
+
+    def note_cut(self, node: Node, lower: Node) -> None:
+        """It was split: what belongs to its end is `lower`'s now."""
+        for noted in (self.states, self.parted, self.anchors):
+            if node in noted:
+                self._add(noted, lower)
+        self._add(self.nodes, node)
+        self._add(self.nodes, lower)
+
+    def clear(self) -> None:
+        """Drop all but `gone`: they were read."""
+        for noted in (self.nodes, self.states, self.parted, self.anchors):
+            noted.clear()
+
+    def _add(self, noted: dict[Node, None], node: Node) -> None:
+        if self.is_noted and node.parent is not None:
+            noted[node] = None

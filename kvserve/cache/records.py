@@ -54,7 +54,6 @@ class Checkpoint:
     offset: int
     num_bytes: int
     kind: BoundaryKind
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +162,6 @@ class CacheStats:
     checkpoint_bytes: int
     live_bytes: int
     num_leases: int
-    num_lookups: int
-    num_hits: int
-    num_matched_tokens: int
-    num_usable_tokens: int
     num_image_retreats: int
-    num_hash_collisions: int
-    num_culled_prefixes: int
     num_evicted_tokens: int
     num_evicted_checkpoints: int

@@ -1,14 +1,15 @@
-"""The tree's records: every change of what is stored is made here, so that bytes and references always add up.
+"""The tree's records and their payloads in RAM: every change of what is stored is made here, so that bytes and
+references always add up.
 
-It knows nodes, records and tiers; not when something is added or which record is evicted.
+It knows nodes, records and sizes; not when something is added or which record is evicted.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from kvserve.cache.node import Node
-from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
     BoundaryKind,
     CacheStats,
@@ -22,6 +23,30 @@ from kvserve.cache.records import (
 from kvserve.cache.token_run import TokenRun, join
 from kvserve.cache.trie import Trie
 
+
+class RamTier:
+    """Payloads by key. A payload never changes and keeps its key: what is trimmed or merged gets a new record."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[RecordId, Payload] = {}
+        self.num_bytes = 0
+
+    def put(self, record_id: RecordId, payload: Payload) -> None:
+        """Hold a payload. Raises ValueError for a key that is taken."""
+        if record_id in self._payloads:
+            raise ValueError(f"Record {record_id} is held already.")
+        self._payloads[record_id] = payload
+        self.num_bytes += payload.num_bytes
+
+    def get(self, record_id: RecordId) -> Payload | None:
+        return self._payloads.get(record_id)
+
+    def drop(self, record_id: RecordId) -> None:
+        payload = self._payloads.pop(record_id, None)
+        if payload is not None:
+            self.num_bytes -= payload.num_bytes
+
+
 type CutPayload = Callable[[Payload, int, int], Payload]
 """(payload, first row, end row) -> a real copy of these rows that keeps nothing else alive."""
 
@@ -30,22 +55,9 @@ type CutPayload = Callable[[Payload, int, int], Payload]
 class Counters:
     """Running totals, named as in `CacheStats`."""
 
-    num_lookups: int = 0
-    num_hits: int = 0
-    num_matched_tokens: int = 0
-    num_usable_tokens: int = 0
     num_image_retreats: int = 0
-    num_culled_prefixes: int = 0
     num_evicted_tokens: int = 0
     num_evicted_checkpoints: int = 0
-
-    def note_lookup(self, num_matched_tokens: int, num_usable_tokens: int, *, is_image_retreat: bool) -> None:
-        """A prompt was looked up, and this was found."""
-        self.num_lookups += 1
-        self.num_hits += num_usable_tokens > 0
-        self.num_matched_tokens += num_matched_tokens
-        self.num_usable_tokens += num_usable_tokens
-        self.num_image_retreats += is_image_retreat
 
 
 class Store:
@@ -60,13 +72,11 @@ class Store:
         self._loose_bytes: Counter[RecordId] = Counter()
         self._next_id = 0
         self.checkpoint_bytes = 0
-        self.num_checkpoints = 0
 
     def add_segment(self, parent: Node, tokens: TokenRun, hashes: tuple[bytes, ...], payload: Payload | None) -> Node:
         """Add a leaf below `parent`, which is no entry any more but a prefix of one."""
         if parent.sequence_end is not None:
             self.trie.entries.set(parent, None)
-            self.counters.num_culled_prefixes += 1
         return self.trie.attach(parent, self._new_segment(tokens, payload), hashes)
 
     def add_checkpoint(self, node: Node, payload: Payload, kind: BoundaryKind, now: float) -> None:
@@ -75,10 +85,9 @@ class Store:
             raise ValueError(f"There is a checkpoint at {node.end} already.")
         record_id = self._new_id()
         self.ram.put(record_id, payload)
-        node.checkpoint = Checkpoint(record_id, node.end, payload.num_bytes, kind, now)
+        node.checkpoint = Checkpoint(record_id, node.end, payload.num_bytes, kind)
         node.restored_at = now
         self.checkpoint_bytes += payload.num_bytes
-        self.num_checkpoints += 1
         self.trie.changes.note_state(node)
 
     def drop_checkpoint(self, node: Node) -> None:
@@ -89,7 +98,6 @@ class Store:
         self.trie.changes.note(node)
         self.ram.drop(checkpoint.record_id)
         self.checkpoint_bytes -= checkpoint.num_bytes
-        self.num_checkpoints -= 1
         self.counters.num_evicted_checkpoints += 1
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
@@ -117,10 +125,6 @@ class Store:
     def num_bytes_once_fit(self) -> int:
         """About the bytes in RAM after the next `fit`."""
         return self.ram.num_bytes - self._loose_bytes.total()
-
-    def is_loose(self, record_id: RecordId) -> bool:
-        """Whether the next `fit` cuts this record, which is larger than what nodes hold of it."""
-        return record_id in self._loose
 
     @property
     def has_loose(self) -> bool:
@@ -167,13 +171,8 @@ class Store:
     def pieces_to(self, node: Node, end: int) -> tuple[KvPiece, ...]:
         """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, as a
         restore pays for each piece: nodes end inside records where there are states."""
-        spans: list[tuple[Node, Node]] = []
-        for each in node.path():
-            if spans and spans[-1][1].segment is each.segment:
-                spans[-1] = spans[-1][0], each
-            else:
-                spans.append((each, each))
-        return tuple(self._rows(first, last, end) for first, last in spans)
+        runs = (list(run) for _, run in groupby(node.path(), key=lambda each: each.segment))
+        return tuple(self._rows(run[0], run[-1], end) for run in runs)
 
     def _rows(self, first: Node, last: Node, end: int) -> KvPiece:
         """The rows up to `end` of nodes that follow one another in one record."""
@@ -189,24 +188,19 @@ class Store:
             return None
         return State(node.checkpoint, payload)
 
-    def last_bytes(self, node: Node) -> int:
-        """The size of the record at a node's end: its state, or else its segment."""
-        record = node.checkpoint or node.segment
-        return record.num_bytes if record is not None else 0
-
     def stats(self, *, live_bytes: int, num_leases: int) -> CacheStats:
         """What is held and was done; looks at every node. `live_bytes` are those of the live rows' own caches."""
+        nodes = list(self.trie.nodes())
         return CacheStats(
-            num_nodes=self.trie.num_nodes,
+            num_nodes=len(nodes),
             num_segments=len(self.trie.holders),
-            num_checkpoints=self.num_checkpoints,
+            num_checkpoints=sum(node.checkpoint is not None for node in nodes),
             num_entries=len(self.trie.entries),
-            num_stored_tokens=sum(node.end - node.start for node in self.trie.nodes()),
+            num_stored_tokens=sum(node.end - node.start for node in nodes),
             ram_bytes=self.ram.num_bytes,
             checkpoint_bytes=self.checkpoint_bytes,
             live_bytes=live_bytes,
             num_leases=num_leases,
-            num_hash_collisions=self.trie.num_collisions,
             **asdict(self.counters),
         )
 

@@ -15,12 +15,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvserve.cache.evicted_nodes import EvictedNodes
+from kvserve.cache.branches import exclusive_suffix
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.eviction_rank import SURPLUS
-from kvserve.cache.exclusive_nodes import exclusive_suffix
-from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.kept_path import EvictedNodes, KeptPath
 from kvserve.cache.node import Lease, Node, SequenceEnd
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
@@ -39,7 +38,8 @@ KEEP_ALIVE_LOOK = 1 / 8
 
 
 class Sweep:
-    """Brings a store within its limits."""
+    """Brings a store within its limits. The tree notes in `owners_seen_at` when each owner was seen last; owners
+    without entries are forgotten."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Sweep:
         self._check_at = -math.inf
         self._due_at = math.inf
         self._keep_alive_at = -math.inf
+        self.owners_seen_at: dict[str, float] = {}
         self.before_eviction: Callable[[EvictedNodes], None] | None = None
 
     def expect_change(self) -> None:
@@ -78,16 +79,14 @@ class Sweep:
         num_bytes = self._limits.max_bytes - self._store.ram.num_bytes - reserved_bytes
         return Room(num_bytes, self._limits.max_checkpoint_bytes - self._store.checkpoint_bytes)
 
-    def run(
-        self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float], max_pieces: float = math.inf
-    ) -> bool:
-        """Evict what must be, about `max_pieces` leaves and states at a time. `reserved_bytes` are held by others;
-        owners without entries are forgotten. Returns whether no work is left."""
+    def run(self, now: float, reserved_bytes: int, max_pieces: float = math.inf) -> bool:
+        """Evict what must be, about `max_pieces` leaves and states at a time. `reserved_bytes` are held by others.
+        Returns whether no work is left."""
         self._now = self._ranks.now = now
         self._pieces_left = max_pieces
         self._order.forget_gone()
         self._finish()
-        self._keep_alive(owners_seen_at)
+        self._keep_alive()
         if now >= self._check_at or now > self._due_at:
             self._check_at, self._due_at = now + self._limits.check_seconds, math.inf
             begun = [each for each in self._unlooked if each[1] is not None]  # the rest of an entry with a lifetime
@@ -97,10 +96,10 @@ class Sweep:
             self._look_at_changed()
             self._is_number_known = False
         self._store.trie.changed.clear()
-        self._expire(owners_seen_at)
+        self._expire()
         if self._is_interval_look and not self._unlooked:
             self._is_interval_look = False
-            self._forget_owners(owners_seen_at)
+            self._forget_owners()
             self._store.trie.prune()
             self._rank()  # so that only this interval's changes are left to rank when bytes are short
         budget = self._limits.max_bytes - reserved_bytes
@@ -143,22 +142,21 @@ class Sweep:
 
     def _tell(self, nodes: Sequence[Node], *, is_state_only: bool) -> None:
         if self.before_eviction is not None:
-            num_bytes = self._store.last_bytes(nodes[0])
-            self.before_eviction(EvictedNodes(nodes, is_state_only, num_bytes, self._kept))
+            self.before_eviction(EvictedNodes(nodes, is_state_only, self._kept))
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _expire(self, owners_seen_at: dict[str, float]) -> None:
+    def _expire(self) -> None:
         """Evict leaves that were not used for too long, and all entries of an owner who was not seen for too long."""
         while self._unlooked and self._pieces_left > 0:
             leaf, own = self._unlooked.popleft()
             if not self._store.trie.is_held(leaf) or leaf.children or leaf.leases:
                 continue  # it is in use again
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else own
-            if own is None and self._is_owner_idle(leaf, owners_seen_at):
+            if own is None and self._is_owner_idle(leaf):
                 self._give_up(leaf)
             else:
-                self._expire_leaf(leaf, own, owners_seen_at)
+                self._expire_leaf(leaf, own)
 
     def _give_up(self, leaf: Node) -> None:
         """Evict an entry whose owner has gone; what the bound leaves of it is still that entry."""
@@ -172,9 +170,9 @@ class Sweep:
             self._store.trie.entries.set(tail[num_evicted], end)
             self._unlooked.appendleft((tail[num_evicted], None))
 
-    def _expire_leaf(self, leaf: Node, own: float | None, owners_seen_at: dict[str, float]) -> None:
+    def _expire_leaf(self, leaf: Node, own: float | None) -> None:
         node = leaf
-        self._note_due(leaf, own, owners_seen_at)
+        self._note_due(leaf, own)
         while node.parent is not None and not (node.children or node.leases) and self._is_expired(node, own):
             if self._pieces_left <= 0:
                 self._unlooked.appendleft((node, own))
@@ -182,19 +180,19 @@ class Sweep:
             parent = node.parent
             self._evict([node])
             node = parent
-            self._note_due(node, own, owners_seen_at)
+            self._note_due(node, own)
 
-    def _note_due(self, leaf: Node, own: float | None, owners_seen_at: dict[str, float]) -> None:
+    def _note_due(self, leaf: Node, own: float | None) -> None:
         """Note when the first node is due: then all are looked at again, as it may have been used by then."""
         dues = [leaf.last_used_at + self._lifetime(leaf, own)]
         if leaf.sequence_end is not None and leaf.sequence_end.owner is not None and own is None:
-            seen_at = owners_seen_at.get(leaf.sequence_end.owner, self._now)
+            seen_at = self.owners_seen_at.get(leaf.sequence_end.owner, self._now)
             dues.append(seen_at + (self._limits.owner_idle_seconds or math.inf))
         self._due_at = min([self._due_at, *(due for due in dues if due >= self._now)])
 
-    def _is_owner_idle(self, leaf: Node, owners_seen_at: dict[str, float]) -> bool:
+    def _is_owner_idle(self, leaf: Node) -> bool:
         owner = leaf.sequence_end.owner if leaf.sequence_end else None
-        idle_seconds = self._now - owners_seen_at.get(owner, self._now) if owner is not None else 0.0
+        idle_seconds = self._now - self.owners_seen_at.get(owner, self._now) if owner is not None else 0.0
         return 0 < self._limits.owner_idle_seconds < idle_seconds
 
     def _is_expired(self, node: Node, own: float | None) -> bool:
@@ -206,7 +204,7 @@ class Sweep:
         ttl_seconds = self._limits.ttl_seconds if own is None or node.kind == "system" else own
         return ttl_seconds if ttl_seconds > 0 else math.inf
 
-    def _keep_alive(self, owners_seen_at: dict[str, float]) -> None:
+    def _keep_alive(self) -> None:
         """Mark entries of the short class as used before they expire, while their owner is not idle; no arrays move. An
         entry without an owner counts from the last request that ended there."""
         seconds = self._limits.keep_alive_seconds
@@ -217,7 +215,7 @@ class Sweep:
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
             is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._ranks.is_pinned(leaf)
             is_due = is_due and self._now - leaf.last_used_at >= seconds
-            if is_due and not (self._is_owner_idle(leaf, owners_seen_at) or self._is_forsaken(leaf)):
+            if is_due and not (self._is_owner_idle(leaf) or self._is_forsaken(leaf)):
                 for node in leaf.path():
                     node.last_used_at = self._now
 
@@ -226,11 +224,11 @@ class Sweep:
         end = leaf.sequence_end
         return end is not None and end.owner is None and 0 < self._limits.owner_idle_seconds < self._now - end.ended_at
 
-    def _forget_owners(self, owners_seen_at: dict[str, float]) -> None:
+    def _forget_owners(self) -> None:
         """Forget owners without entries and live requests."""
         known = self._store.trie.entries.owners() | {lease.owner for lease in self._leases}
-        for owner in owners_seen_at.keys() - known:
-            del owners_seen_at[owner]
+        for owner in self.owners_seen_at.keys() - known:
+            del self.owners_seen_at[owner]
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -16,20 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.branches import added_suffix, exclusive_nodes
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, replace_run
-from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import Score, value_score
-from kvserve.cache.exclusive_nodes import added_suffix, exclusive_nodes
 from kvserve.cache.forget_users import IsForgotten, forget_users
-from kvserve.cache.integrity import check_shape, check_totals
-from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
-from kvserve.cache.match import PrefixMatch
+from kvserve.cache.kept_path import EvictedNodes, KeptPath, kept_end, kept_path
+from kvserve.cache.match import PrefixMatch, RecentNames
 from kvserve.cache.move_nodes import Mover
 from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
-from kvserve.cache.ram_tier import RamTier
-from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
-from kvserve.cache.store import CutPayload, Store
+from kvserve.cache.store import CutPayload, RamTier, Store
 from kvserve.cache.sweep import Sweep
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Trie
@@ -61,7 +57,6 @@ class PrefixTree:
         self._leases: set[Lease] = set()
         self._sweep = Sweep(self._store, limits, score, self._kept, self._leases, needs_checkpoints=needs_checkpoints)
         self.mover = Mover(self._store, self._sweep, self._kept)
-        self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -69,8 +64,7 @@ class PrefixTree:
     def lookup(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
         """How much of a prompt is known and from what it can be restored."""
         match = self.peek(tokens, partition=partition)
-        note = self._store.counters.note_lookup
-        note(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=match.cause == "inside_image")
+        self._store.counters.num_image_retreats += match.cause == "inside_image"
         return match
 
     def peek(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
@@ -167,7 +161,7 @@ class PrefixTree:
         match.node.leases.add(lease)
         self._leases.add(lease)
         if owner is not None:
-            self._owners_seen_at[owner] = now
+            self._sweep.owners_seen_at[owner] = now
         return lease
 
     def follow(self, lease: Lease, tokens: TokenSequence) -> None:
@@ -242,7 +236,7 @@ class PrefixTree:
         """Note an entry of the owner where the request ends, unless stored tokens follow there."""
         node, now = lease.node, self._clock()
         if lease.owner is not None:
-            self._owners_seen_at[lease.owner] = now
+            self._sweep.owners_seen_at[lease.owner] = now
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
         self._trie.entries.set(node, SequenceEnd(lease.owner, lease.ttl_seconds, now))
@@ -345,7 +339,7 @@ class PrefixTree:
         states at a time. Leased paths stay."""
         held = self._ram.num_bytes
         reserved = self._live_bytes + num_needed_bytes
-        is_over = self._sweep.run(self._clock(), reserved, self._owners_seen_at, max_pieces)
+        is_over = self._sweep.run(self._clock(), reserved, max_pieces)
         return Eviction(
             num_freed_bytes=held - self._ram.num_bytes,
             is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
@@ -363,7 +357,7 @@ class PrefixTree:
             self.release(lease)
         self._store.clear()
         self._names.clear()
-        self._owners_seen_at.clear()
+        self._sweep.owners_seen_at.clear()
 
     # --- idle work ----------------------------------------------------------------------------------------------------
 
@@ -389,8 +383,3 @@ class PrefixTree:
     def sequences(self) -> list[Sequence[Node]]:
         """Every path from below a root to a leaf: for tests and dumps."""
         return [node.path() for node in self._trie.nodes() if not node.children]
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError, naming what is wrong, if an invariant does not hold. Linear in what is stored."""
-        check_shape(self._trie, self._leases, self._hasher.block_size)
-        check_totals(self._store)

@@ -4,38 +4,32 @@ root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end)
              `---- [40, 55)                    its rows are a range of a record, so a split copies nothing
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.changes import Changes
-from kvserve.cache.entries import Entries
-from kvserve.cache.node import Copies, Lease, Node, Position
+from kvserve.cache.node import Changes, Copies, Entries, Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, RecordId, Segment
 from kvserve.cache.token_run import TokenRun, common_end, join
 
 
 class Trie:
-    """All nodes, the holders of each record, the entries and the block index. `version` counts the changes of shape.
+    """All nodes, the holders of each record, the entries and the `index`, from each block's hash to the node in whose
+    range the block ends; others read these. `version` counts the changes of shape.
     The sweep reads `changed`: nodes that a request released or that became its entry. The eviction order, if there is
     one, reads `changes`."""
 
     def __init__(self, *, use_index: bool, is_ranked: bool = False) -> None:
         self._use_index = use_index
-        self._index: dict[bytes, Node] = {}
+        self.index: dict[bytes, Node] = {}
         self._roots: dict[str, Node] = {}
         self.holders: dict[RecordId, dict[Node, None]] = {}
         self.changed: dict[Node, None] = {}
         self.changes = Changes(is_noted=is_ranked)
         self.entries = Entries()
         self.version = 0
-        self.num_nodes = 0
         self.num_collisions = 0
         self._num_attached = 0
-
-    @property
-    def index(self) -> dict[bytes, Node]:
-        """Block hash -> the node in whose range the block ends; to be read only."""
-        return self._index
 
     def root(self, partition: str) -> Node:
         """The root of a partition's sequences."""
@@ -64,12 +58,8 @@ class Trie:
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        todo = list(self._roots.values())
-        while todo:
-            node = todo.pop()
-            todo.extend(node.children.values())
-            if node.parent is not None:
-                yield node
+        for root in reversed(self.roots()):
+            yield from root.descendants()
 
     def forget_copies(self) -> None:
         """Forget all copies: there is another tier now, which has none."""
@@ -81,11 +71,10 @@ class Trie:
         for node in self.nodes():
             self.changes.note_gone(node)
         self.entries.clear()
-        self._index.clear()
+        self.index.clear()
         self._roots.clear()
         self.holders.clear()
         self.changed.clear()
-        self.num_nodes = 0
         self.version += 1
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -132,16 +121,10 @@ class Trie:
 
         The ancestors of an indexed block are indexed too, hence the bisection.
         """
-        low, high = 0, len(chain.hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chain.hashes[middle - 1] in self._index:
-                low = middle
-            else:
-                high = middle - 1
-        if not low:
+        num_blocks = bisect_left(chain.hashes, True, key=lambda name: name not in self.index)
+        if not num_blocks:
             return None
-        node, depth = self._index[chain.hashes[low - 1]], low * chain.block_size
+        node, depth = self.index[chain.hashes[num_blocks - 1]], num_blocks * chain.block_size
         if node.start < depth <= node.end and self._is_prefix(root, node, run, depth):
             return Position(node, depth)
         self.num_collisions += 1
@@ -170,7 +153,7 @@ class Trie:
         self.num_collisions += len(hashes) - len(set(hashes))
         self.changes.note(parent)
         self.changes.note(node)
-        self._changed(+1)
+        self.version += 1
         return node
 
     def split(self, node: Node, at: int, block_size: int) -> None:
@@ -199,7 +182,7 @@ class Trie:
         if node in self.changed:
             self.changed[lower] = None
         self.changes.note_cut(node, lower)
-        self._changed(+1)
+        self.version += 1
 
     def merge(self, node: Node) -> None:
         """Join a node with its only child, which holds the following rows of the same record."""
@@ -225,7 +208,7 @@ class Trie:
             self.changed[node] = None
         self.changes.note_gone(lower, node)
         self.changes.note(node)
-        self._changed(-1)
+        self.version += 1
 
     def detach(self, leaf: Node) -> Segment:
         """Remove a leaf without leases; returns its segment."""
@@ -237,10 +220,10 @@ class Trie:
         self.changes.note_gone(leaf)
         self.changes.note_parted(leaf.parent)
         for name in leaf.hashes:
-            if self._index.get(name) is leaf:
-                del self._index[name]
+            if self.index.get(name) is leaf:
+                del self.index[name]
         self._unhold(leaf, leaf.segment)
-        self._changed(-1)
+        self.version += 1
         return leaf.segment
 
     def rename(self, leases: Iterable[Lease], hasher: BlockHasher) -> None:
@@ -253,7 +236,7 @@ class Trie:
                 node.hashes = chain.hashes[first:last]
         for lease in leases:
             lease.chain = _chain_to(lease.node, hasher).truncated(lease.num_tokens)
-        self._index.clear()
+        self.index.clear()
         for node in self.nodes():
             self._point(node.hashes, node)
         self.version += 1
@@ -299,15 +282,11 @@ class Trie:
 
     def _point(self, hashes: tuple[bytes, ...], node: Node, instead_of: Node | None = None) -> None:
         for name in hashes:
-            holder = self._index.setdefault(name, node)
+            holder = self.index.setdefault(name, node)
             if holder is instead_of:
-                self._index[name] = node
+                self.index[name] = node
             elif holder is not node:
                 self.num_collisions += 1
-
-    def _changed(self, num_nodes: int) -> None:
-        self.num_nodes += num_nodes
-        self.version += 1
 
 
 def _chain_to(last: Node, hasher: BlockHasher) -> HashChain:

@@ -5,6 +5,7 @@ A token counts once: as used when a request first starts from it, as wasted when
 unused, or when it is known that something else follows in its place.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -147,11 +148,7 @@ def _common(one: _Run, run: TokenRun, chain: HashChain) -> int:
     if one.chain.partition != chain.partition:
         return 0
     limit = min(one.end, run.end)
-    low, high = 0, min(len(one.chain.hashes), len(chain.hashes), limit // chain.block_size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one.chain.hashes[middle - 1] == chain.hashes[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return common_end(one.run, run, low * chain.block_size, limit)
+    mine, others = one.chain.hashes, chain.hashes
+    blocks = range(min(len(mine), len(others), limit // chain.block_size))
+    num_blocks = bisect_left(blocks, True, key=lambda block: mine[block] != others[block])
+    return common_end(one.run, run, num_blocks * chain.block_size, limit)

@@ -87,6 +87,14 @@ def tool_digest(tool: ToolSpec) -> bytes:
     return _digest_of([tool.name, tool.description, tool.parameters, tool.strict])
 
 
+def rules_off(rules: RuleSet, was: Message, now: Message) -> frozenset[str]:
+    """The rules, switched off in `rules`, under which both messages would have one identity."""
+    one, other = canonicalise(was), canonicalise(now)
+    if one.digest != other.digest:
+        return frozenset()
+    return frozenset(name for name in one.fired | other.fired if name not in rules)
+
+
 # --- the optional check ----------------------------------------------------------------------------------------------
 
 

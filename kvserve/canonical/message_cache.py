@@ -40,13 +40,7 @@ class _Asked(NamedTuple):
     may_put_back: bool
 
     def is_same(self, other: "_Asked") -> bool:
-        return (
-            self.seen is other.seen
-            and self.wrote is other.wrote
-            and self.rules is other.rules
-            and self.in_history == other.in_history
-            and self.may_put_back == other.may_put_back
-        )
+        return all(mine is theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +54,7 @@ class Known:
 
 
 class CanonicalMessageCache:
-    """The memo under one set of rules. Thread-safe."""
+    """The memo under one set of rules; `num_bytes` is the approximate size of its entries. Thread-safe."""
 
     def __init__(self, rules: RuleSet, max_bytes: int = MAX_BYTES) -> None:
         self._rules = rules
@@ -68,12 +62,7 @@ class CanonicalMessageCache:
         self._lock = threading.Lock()
         self._known: dict[Message, Known] = {}
         self._by_id: OrderedDict[int, Known] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The approximate size of the entries."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def recall(self, messages: Sequence[Message]) -> list[Known]:
         """For each message the equal known one, or the message itself, which becomes known."""
@@ -99,14 +88,14 @@ class CanonicalMessageCache:
         may_put_back: bool,
     ) -> Replayed:
         """`message_replay.replay`; the same object again for the same arguments."""
-        known = self._by_id.get(id(fresh))
-        if known is None or known.message is not fresh:
-            return replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
-        asked, last = _Asked(seen, wrote, rules, in_history, may_put_back), known.last
-        if last is not None and asked.is_same(last[0]):
-            return last[1]
+        known, asked = self._by_id.get(id(fresh)), _Asked(seen, wrote, rules, in_history, may_put_back)
+        if known is not None and known.message is not fresh:
+            known = None
+        if known is not None and known.last is not None and asked.is_same(known.last[0]):
+            return known.last[1]
         answer = replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
-        known.last = asked, answer
+        if known is not None:
+            known.last = asked, answer
         return answer
 
     def clear(self) -> None:
@@ -115,7 +104,7 @@ class CanonicalMessageCache:
         with self._lock:
             self._known.clear()
             self._by_id.clear()
-            self._num_bytes = 0
+            self.num_bytes = 0
 
     def _keep(self, known: Known) -> None:
         """Make the entry the most recently used one. Of two equal entries the first stays."""
@@ -123,11 +112,11 @@ class CanonicalMessageCache:
             self._by_id.move_to_end(id(known.message))
         elif self._known.setdefault(known.message, known) is known:
             self._by_id[id(known.message)] = known
-            self._num_bytes += known.num_bytes
-            while self._num_bytes > self._max_bytes:
+            self.num_bytes += known.num_bytes
+            while self.num_bytes > self._max_bytes:
                 _, oldest = self._by_id.popitem(last=False)
                 del self._known[oldest.message]
-                self._num_bytes -= oldest.num_bytes
+                self.num_bytes -= oldest.num_bytes
 
 
 def _num_bytes(message: Message) -> int:

@@ -45,7 +45,7 @@ type Layout = tuple[Part, ...]
 
 def lay_out(message: Message, rules: RuleSet) -> Layout:
     """The blocks of `message` in order. Changes nothing."""
-    names = rules.names(message.role)
+    names = rules.names[message.role]
     return tuple([_part(block, message.role, names, rules) for block in message.blocks])
 
 
@@ -63,7 +63,7 @@ def is_dropped(message: Message, rules: RuleSet) -> str | None:
     """The name of the rule that takes the whole message out of identity, if one does."""
     if len(message.blocks) != 1 or not isinstance(block := message.blocks[0], TextBlock):
         return None
-    for rule in rules.dropping_rules(message.role):
+    for rule in rules.dropping_rules[message.role]:
         form = rule.form
         if form is not None and block.text.startswith(form.opener) and form.pattern.fullmatch(block.text):
             return rule.name

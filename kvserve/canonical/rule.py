@@ -71,7 +71,9 @@ class Rule:
 
 
 class RuleSet:
-    """The rules that are switched on, with their policies; looked up by role and by name.
+    """The rules that are switched on, with their policies; looked up by name, and by a message's role: the `names` of
+    all, the `span_rules` that find spans in its text blocks (first match first), the `impersonal_openers` of those
+    whose spans hold no person's words, the `dropping_rules` that take a whole message out of identity.
 
     `tells_images_apart`: a message's identity includes which image it shows, not only that it shows one.
     """
@@ -79,38 +81,20 @@ class RuleSet:
     def __init__(self, rules: tuple[Rule, ...], *, tells_images_apart: bool = True) -> None:
         self.rules = rules
         self.tells_images_apart = tells_images_apart
+        self.policies: Mapping[str, Policy] = {rule.name: rule.policy for rule in rules}
         self._named = {rule.name: rule for rule in rules}
         roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
-        self._spans = {role: tuple(r for r in rules if self._finds_spans(r) and role in r.roles) for role in roles}
-        self._drops = {role: tuple(r for r in rules if r.drops and role in r.roles) for role in roles}
-        self._names = {role: frozenset(r.name for r in rules if role in r.roles) for role in roles}
-        self._impersonal_openers = {
-            role: tuple(r.form.opener for r in self._spans[role] if r.form is not None and not r.is_personal)
+        finding = [rule for rule in rules if rule.form is not None and not rule.drops]
+        self.span_rules = {role: tuple(r for r in finding if role in r.roles) for role in roles}
+        self.dropping_rules = {role: tuple(r for r in rules if r.drops and role in r.roles) for role in roles}
+        self.names = {role: frozenset(r.name for r in rules if role in r.roles) for role in roles}
+        self.impersonal_openers = {
+            role: tuple(r.form.opener for r in self.span_rules[role] if r.form is not None and not r.is_personal)
             for role in roles
         }
 
-    @staticmethod
-    def _finds_spans(rule: Rule) -> bool:
-        return rule.form is not None and not rule.drops
-
     def __contains__(self, name: str) -> bool:
         return name in self._named
-
-    def names(self, role: Role) -> frozenset[str]:
-        """The rules that are switched on for messages of this role."""
-        return self._names[role]
-
-    def span_rules(self, role: Role) -> tuple[Rule, ...]:
-        """The rules that find spans in the text blocks of this role, first match first."""
-        return self._spans[role]
-
-    def impersonal_openers(self, role: Role) -> tuple[str, ...]:
-        """The openers of those whose spans hold no person's words."""
-        return self._impersonal_openers[role]
-
-    def dropping_rules(self, role: Role) -> tuple[Rule, ...]:
-        """The rules that take a whole message of this role out of identity."""
-        return self._drops[role]
 
     def is_shared(self, name: str) -> bool:
         """Whether the rule's values are no person's words, and its policy lets one value replace all of them."""

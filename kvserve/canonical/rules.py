@@ -6,12 +6,12 @@ tests/canonical/pairs/.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from kvserve.canonical.rule import Rule, RuleSet
 from kvserve.canonical.text_rules import TEXT_RULES
 from kvserve.core import Role
-from kvserve.settings.rule_policies import SETTING, check_policies
+from kvserve.settings.rule_policies import Policy, check_policies
 
 _ASSISTANT: Final[frozenset[Role]] = frozenset({"assistant"})
 _ANY: Final[frozenset[Role]] = frozenset({"system", "user", "assistant", "tool"})
@@ -98,30 +98,20 @@ RULES: tuple[Rule, ...] = (
 DEFAULT_RULES = RuleSet(RULES)
 
 
-def select(
-    policies: Mapping[str, str],
-    enabled: bool = True,
-    *,
-    tells_images_apart: bool = True,
-    setting: str = SETTING,
-) -> RuleSet:
+def select(policies: Mapping[str, str], enabled: bool = True, *, tells_images_apart: bool = True) -> RuleSet:
     """The rules with the operator's policies (rule name -> `always`, `history`, `never` or `off`).
 
-    `enabled` False switches all of them off: a message's identity is then exactly what was sent. Raises SettingError,
-    naming `setting`, for an unknown rule, one that cannot be set, or another policy.
+    `enabled` False switches all of them off: a message's identity is then exactly what was sent. Raises SettingError
+    for an unknown rule, one that cannot be set, or another policy.
     """
-    check_policies(policies, setting)
+    check_policies(policies)
     if not enabled:
         return RuleSet((), tells_images_apart=tells_images_apart)
-    return RuleSet(
-        tuple(_with_policy(rule, policies.get(rule.name)) for rule in RULES if policies.get(rule.name) != "off"),
-        tells_images_apart=tells_images_apart,
-    )
+    chosen = ((rule, policies.get(rule.name, rule.policy)) for rule in RULES)
+    rules = (replace(rule, policy=cast(Policy, policy)) for rule, policy in chosen if policy != "off")
+    return RuleSet(tuple(rules), tells_images_apart=tells_images_apart)
 
 
-def _with_policy(rule: Rule, policy: str | None) -> Rule:
-    match policy:
-        case "always" | "history" | "never":
-            return replace(rule, policy=policy)
-        case _:
-            return rule
+def changed_policies(rules: RuleSet) -> frozenset[str]:
+    """The rules whose policy differs from the table's, switched-off ones included."""
+    return frozenset(rule.name for rule in RULES if rules.policies.get(rule.name) != rule.policy)

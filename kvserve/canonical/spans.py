@@ -1,7 +1,6 @@
 """Finds the spans of the rules in one text block. It knows the places of forms, not what happens to the spans."""
 
 import json
-import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -49,7 +48,7 @@ def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[RuleSpan, ...]:
     was taken out are not a recorded form. That makes the canonical form stable. A text with more spans than any client
     sends has none either.
     """
-    span_rules = rules.span_rules(role)
+    span_rules = rules.span_rules[role]
     if not span_rules:
         return ()
     spans = tuple(_scan(text, span_rules, rules))
@@ -64,8 +63,6 @@ def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[RuleSpan, ...]:
 
 def canonical_text(text: str, spans: tuple[RuleSpan, ...]) -> str:
     """`text` with the canonical form of each span in its place."""
-    if not spans:
-        return text
     return _with_spans_as(text, [(span, span.canonical) for span in spans])
 
 
@@ -177,13 +174,9 @@ def _without_volatile(text: str, form: Form, rules: RuleSet) -> tuple[str, tuple
     volatile: list[tuple[str, str]] = []
     for name, pattern in form.volatile.items():
         if name in rules:
-            volatile.append((name, "\n".join(_whole_matches(pattern, text))))
+            volatile.append((name, "\n".join(match.group() for match in pattern.finditer(text))))
             text = pattern.sub("", text)
     return text, tuple(volatile)
-
-
-def _whole_matches(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    return (match.group() for match in pattern.finditer(text))
 
 
 def _is_json_object(text: str) -> bool:

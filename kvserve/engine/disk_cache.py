@@ -14,8 +14,7 @@ from functools import partial
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import Blob, BlobName
-from kvserve.cache.disk_entries import Entry, Found
-from kvserve.cache.disk_records import DiskStats, Load, Removal
+from kvserve.cache.disk_records import DiskStats, Entry, Found, Load, Removal
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.kept_path import KeptPath

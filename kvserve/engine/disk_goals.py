@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvserve.cache.disk_entries import Entry, Found
+from kvserve.cache.disk_records import Entry, Found
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.token_run import image_around
 from kvserve.core import TokenSequence

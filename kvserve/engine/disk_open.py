@@ -7,8 +7,7 @@ from pathlib import Path
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import FORMAT
-from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_records import DiskLimits, Removal
+from kvserve.cache.disk_records import DiskLimits, Faults, Removal
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import INDEX_NAME, FolderStore
 from kvserve.cache.disk_tier import DiskTier

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvserve.cache.disk_entries import Entry, Found
+from kvserve.cache.disk_records import Entry, Found
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.cache.evicted_nodes import EvictedNodes
-from kvserve.cache.kept_path import KeptPart, KeptPath
+from kvserve.cache.kept_path import EvictedNodes, KeptPart, KeptPath
 from kvserve.cache.node import Lease
 from kvserve.cache.records import BoundaryKind, Copy
 from kvserve.cache.tree import PrefixTree

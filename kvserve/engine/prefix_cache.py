@@ -380,7 +380,3 @@ class PrefixCache:
         disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses
         stats = replace(self._tree.stats(), live_bytes=self.kv_room.memory.held("live"))
         return CacheReport(stats, self._totals, misses, self._max_bytes, disk, None, self.has_lost_disk)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if an invariant of the tree does not hold."""
-        self._tree.check_integrity()

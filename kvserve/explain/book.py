@@ -38,7 +38,8 @@ class Explained:
 
 
 class ExplanationBook:
-    """At most `max_entries` explanations, the oldest goes first. Safe for several threads.
+    """At most `max_entries` explanations, the oldest goes first. `num_rejections`: requests whose canonical key matched
+    where the model's tokens did not, and no rule says why. Safe for several threads.
 
     An explanation quotes a prompt: it is there for the key that the request came with. Whoever asks by a request's id
     names no user, so users of one key are not told apart.
@@ -48,19 +49,14 @@ class ExplanationBook:
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries: OrderedDict[RequestId, Explained] = OrderedDict()
-        self._num_rejections = 0
-
-    @property
-    def num_rejections(self) -> int:
-        """Requests whose canonical key matched where the model's tokens did not, and no rule says why."""
-        return self._num_rejections
+        self.num_rejections = 0
 
     def put(self, explained: Explained) -> None:
         """A request is over."""
         explanation = explained.explanation
         with self._lock:
             self._entries[explanation.request_id] = explained
-            self._num_rejections += explanation.is_rejection
+            self.num_rejections += explanation.is_rejection
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
 
@@ -72,15 +68,14 @@ class ExplanationBook:
             shown = [each for each in self._entries.values() if each.is_shown_to(key)]
         if whole is not None and whole.is_shown_to(key):
             return whole
-        ids = [each.explanation.request_id for each in shown]
-        found = [number for number, known in enumerate(ids) if request_id and known.startswith(request_id)]
+        found = [each for each in shown if request_id and each.explanation.request_id.startswith(request_id)]
         if len(found) > 1:
-            named = ", ".join(ids[number] for number in found[-NUM_NAMED:][::-1])
+            named = ", ".join(each.explanation.request_id for each in found[-NUM_NAMED:][::-1])
             raise Conflict(
                 f"{len(found)} requests begin with {request_id!r}: give more of the id. The newest are {named}.",
                 param="request_id",
             )
-        return shown[found[0]] if found else None
+        return found[0] if found else None
 
     def last(self, key: str) -> Explained | None:
         """The newest request that came with the key of this digest and named no user: who asks for it knows no id."""

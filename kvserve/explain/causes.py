@@ -309,9 +309,6 @@ CAUSES: tuple[CauseRow, ...] = (
 ROW_OF: dict[Cause, CauseRow] = {row.cause: row for row in CAUSES}
 """Rows of one cause say the same of it, and lie in the prompt or not alike."""
 
-PLACED: frozenset[Cause] = frozenset(row.cause for row in CAUSES if row.place is not None)
-"""Causes that lie in the prompt: they have a first difference."""
-
 NO_MISS: frozenset[Cause] = frozenset(row.cause for row in CAUSES if row.lost is None)
 """Causes with which nothing was computed again that could have been kept."""
 

@@ -1,10 +1,12 @@
-"""Where two conversations or two prompts part, in a form that a person can read. It compares; it knows no causes."""
+"""Where two conversations or two prompts part, in a form that a person can read: by their messages, by their text, or,
+where a template parts two prompts of the same messages, by their tokens. It compares; it knows no causes."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Literal
 
 from kvserve.core import (
@@ -20,6 +22,7 @@ from kvserve.core import (
     ToolSpec,
     tool_blocks,
 )
+from kvserve.sessions.seen import TurnRecord
 from kvserve.sessions.written_messages import same_words, without_ids
 
 MAX_EXCERPT_CHARACTERS = 80
@@ -46,15 +49,6 @@ class Difference:
     tool: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextDifference:
-    """The first character that differs, and what stands around there in both: at most 80 characters each."""
-
-    char: int
-    before: str
-    after: str
-
-
 def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Difference | None:
     """Where `after` is no continuation of `before`; None where it is one. Call ids and signatures do not count."""
     for index, was in enumerate(before):
@@ -64,12 +58,10 @@ def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Dif
         if same_words(was, now):
             continue
         was_text, now_text = text_form(was), text_form(now)
-        char = common_length(was_text, now_text)
+        char = shown = common_length(was_text, now_text)
         if was_text == now_text:  # they differ in who speaks, in their name or in how the text is cut into blocks
             was_text, now_text, char = repr(without_ids(was)), repr(without_ids(now)), 0
             shown = common_length(was_text, now_text)
-        else:
-            shown = char
         tool = _changed_tool(was, now)
         return Difference(index, now.role, char, excerpt(was_text, shown), excerpt(now_text, shown), tool)
     return None
@@ -97,18 +89,12 @@ def _without_tool(block: Block) -> Block:
 def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec]) -> Difference | None:
     """The first tool that is another one now, is new or is gone, whatever their order; None for an equal set."""
     was, now = ({tool.name: _tool_form(tool) for tool in tools} for tools in (before, after))
-    for name in [*was, *(name for name in now if name not in was)]:
+    for name in was | now:
         was_text, now_text = was.get(name, ""), now.get(name, "")
         if was_text != now_text:
             char = common_length(was_text, now_text)
             return Difference(None, "tools", char, excerpt(was_text, char), excerpt(now_text, char), name)
     return None
-
-
-def excerpts(before: str, after: str) -> TextDifference:
-    """Where two different texts part, also where one is the beginning of the other."""
-    char = common_length(before, after)
-    return TextDifference(char, excerpt(before, char), excerpt(after, char))
 
 
 def text_form(message: Message) -> str:
@@ -158,3 +144,60 @@ def excerpt(text: str, char: int) -> str:
     """What stands around a character: at most 80 characters."""
     start = max(0, char - _CHARACTERS_BEFORE)
     return text[start : start + MAX_EXCERPT_CHARACTERS]
+
+
+# --- by tokens --------------------------------------------------------------------------------------------------------
+
+type Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+_NUM_TOKENS_AROUND = 48
+"""Tokens on each side that are decoded to show a difference."""
+
+
+def template_difference(
+    before: TurnRecord, ids: Sequence[int], num_shared: int, decode: Decode | None
+) -> Difference | None:
+    """The place after `num_shared` common tokens of a request and the one before it; its character is one of the
+    message as the template writes it. None where one prompt is the beginning of the other."""
+    if decode is None or num_shared >= min(len(before.ids), len(ids)):
+        return None
+    index, start = message_at(before, num_shared), message_start(before, num_shared)
+    window = slice(max(start, num_shared - _NUM_TOKENS_AROUND), num_shared + _NUM_TOKENS_AROUND)
+    was, now = decode(before.ids[window]), decode(ids[window])
+    shared, char_before = common_length(was, now), len(decode(before.ids[start : window.start]))
+    role = before.messages[index].role if index is not None else "template"
+    return Difference(index, role, char_before + shared, excerpt(was, shared), excerpt(now, shared))
+
+
+def message_start(before: TurnRecord, offset: int) -> int:
+    """Where the message begins that holds this token of a request's prompt and answer."""
+    place = bisect_right(before.starts, offset)
+    return before.starts[place - 1] if place else 0
+
+
+def message_at(before: TurnRecord, offset: int) -> int | None:
+    """The message that holds this token of a request's prompt and answer; None where templates write several messages
+    as one, so that it cannot be told."""
+    has_answer = len(before.ids) > before.num_prompt_tokens
+    num_messages = len(before.messages) - has_answer
+    firsts = [0, *(index for index, pair in _pairs(before.messages[:num_messages]) if not _is_joined(*pair))]
+    number = bisect_right(before.starts, offset) - 1
+    for indices in (list(range(num_messages)), firsts):
+        if len(before.starts) == len(indices) + 1 and number >= 0:  # the last one begins the answer
+            return indices[number] if number < len(indices) else num_messages if has_answer else None
+    return None
+
+
+def _pairs(messages: Sequence[Message]) -> list[tuple[int, tuple[Message, Message]]]:
+    return [(index, pair) for index, pair in enumerate(pairwise(messages), start=1)]
+
+
+def _is_joined(one: Message, other: Message) -> bool:
+    """Many templates write results that follow each other as one message."""
+    return one.role == other.role == "tool"
+
+
+def has_thinking(message: Message) -> bool:
+    """Whether an assistant's message holds what it thought."""
+    return any(isinstance(block, ThinkingBlock) and block.text for block in message.blocks)

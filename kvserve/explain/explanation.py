@@ -10,9 +10,16 @@ from functools import partial
 
 from kvserve.core import Message, RequestId, Reuse, Role, ThinkingBlock, ToolSpec
 from kvserve.explain.causes import Cause, cause_of
-from kvserve.explain.difference import Difference, first_difference, first_tool_difference
+from kvserve.explain.difference import (
+    Decode,
+    Difference,
+    first_difference,
+    first_tool_difference,
+    has_thinking,
+    message_at,
+    template_difference,
+)
 from kvserve.explain.facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
-from kvserve.explain.place import Decode, has_thinking, message_at, template_difference
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
@@ -111,11 +118,6 @@ class Explanation:
     is_rejection: bool
     decided_by: str | None = None
     num_lost_tokens: int = 0
-
-    @property
-    def is_trim_miss(self) -> bool:
-        """More of the prompt was stored than could be used, for want of a checkpoint."""
-        return self.reuse.is_trim_miss
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvserve.core import RequestId, Reuse
-from kvserve.explain.difference import Difference, common_length, excerpt
+from kvserve.explain.difference import Decode, Difference, common_length, excerpt
 from kvserve.explain.explanation import Explanation, explained
 from kvserve.explain.facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
-from kvserve.explain.place import Decode
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import packed_common_length
 

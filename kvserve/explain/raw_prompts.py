@@ -63,20 +63,15 @@ class RawPrompts:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._records: deque[RawRecord] = deque()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all records."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def remember(self, record: RawRecord) -> None:
         """The model has read this; one that is larger than all may be is not kept."""
         with self._lock:
             self._records.append(record)
-            self._num_bytes += record.num_bytes
-            while len(self._records) > self._max_prompts or self._num_bytes > self._max_bytes:
-                self._num_bytes -= self._records.popleft().num_bytes
+            self.num_bytes += record.num_bytes
+            while len(self._records) > self._max_prompts or self.num_bytes > self._max_bytes:
+                self.num_bytes -= self._records.popleft().num_bytes
 
     def nearest(self, text: str, owner: str, shown_by: Callable[[str], bool] | None = None) -> RawRecord | None:
         """The record of this owner that has most in common with the text at its beginning and least behind that, the
@@ -100,13 +95,13 @@ class RawPrompts:
         """Forget what these owners sent."""
         with self._lock:
             self._records = deque(record for record in self._records if not is_gone(record.owner))
-            self._num_bytes = sum(record.num_bytes for record in self._records)
+            self.num_bytes = sum(record.num_bytes for record in self._records)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._records.clear()
-            self._num_bytes = 0
+            self.num_bytes = 0
 
 
 def text_digests(text: str, owner: str) -> list[bytes]:

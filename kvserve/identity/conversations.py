@@ -12,8 +12,7 @@ from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSeq
 from kvserve.core.keeping import Scope
 from kvserve.explain.raw_prompts import RawPrompts, RawRecord
 from kvserve.identity.earlier import EarlierRequests
-from kvserve.identity.owner import Owner, belongs_to
-from kvserve.identity.provenance import is_telling_text
+from kvserve.identity.owner import Owner, belongs_to, is_telling_text
 from kvserve.identity.reading import Identity, RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings, Recogniser
 from kvserve.sessions.archive import Archive, ArchiveTotals

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from kvserve.canonical.canonicalise import Canonical, num_chars
 from kvserve.canonical.message_layout import is_dropped
-from kvserve.canonical.policies import changed, policies
 from kvserve.canonical.rule import RuleSet
+from kvserve.canonical.rules import changed_policies
 from kvserve.core import Message, ToolSpec, Written
 from kvserve.explain.explanation import RulesFired
 from kvserve.identity.owner import Owner
@@ -88,8 +88,8 @@ class RecognisedTurn:
             self.num_known_messages,
             self.effects.num_rejected,
             dropped,
-            policies=policies(rules),
-            changed=changed(rules),
+            policies=rules.policies,
+            changed=changed_policies(rules),
         )
 
     @property

@@ -18,13 +18,11 @@ from kvserve.canonical.canonicalise import (
 from kvserve.canonical.message_cache import CanonicalMessageCache
 from kvserve.canonical.message_layout import same_arguments
 from kvserve.canonical.rule import RuleSet
-from kvserve.canonical.shared_values import with_shared_values
-from kvserve.canonical.write_calls import with_write_content_digested
+from kvserve.canonical.substitutions import with_shared_values, with_write_content_digested
 from kvserve.core import Message, Turn, Written
 from kvserve.identity.earlier import EarlierRequests
 from kvserve.identity.later_tools import PlacedTools, PlacementFacts, place_tools, unplaced
-from kvserve.identity.owner import Owner
-from kvserve.identity.provenance import Wrote, is_shown, num_shown
+from kvserve.identity.owner import Owner, Wrote, is_shown, num_shown
 from kvserve.identity.reading import Identity, RecognisedTurn, RuleEffects, with_meanings
 from kvserve.sessions.seen import PathNode, TurnRecord
 from kvserve.sessions.stores import StoreLimits, Stores

@@ -20,8 +20,7 @@ from kvserve.core.keeping import Scope
 from kvserve.errors import NotFound, RequestError
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.words import clause
-from kvserve.identity.owner import belongs_to
-from kvserve.identity.provenance import is_telling
+from kvserve.identity.owner import belongs_to, is_telling
 from kvserve.observe.dashboard import Activity, Look, dashboard_body
 from kvserve.observe.metrics import Metrics, Reading, readings
 from kvserve.observe.reports import explanation_body, image_line, trace_fields

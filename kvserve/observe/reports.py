@@ -174,7 +174,7 @@ def explanation_body(explanation: Explanation) -> JsonObject:
         "decided_by": explanation.decided_by,
         "first_difference": asdict(difference) if difference is not None else None,
         "before": explanation.before,
-        "hybrid_trim_miss": int(explanation.is_trim_miss),
+        "hybrid_trim_miss": int(explanation.reuse.is_trim_miss),
         "exact_key_rejected_by_model_lcp": int(explanation.is_rejection),
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from kvserve.canonical.policies import rules_off
+from kvserve.canonical.canonicalise import rules_off
 from kvserve.core import GenerationDone, Message, PrefillProgress, RequestId, Reuse, Turn
 from kvserve.engine.rows import RequestHandle
 from kvserve.errors import RequestError

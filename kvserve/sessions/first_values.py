@@ -4,13 +4,12 @@ of their prompts. Prompts with the same first values share what follows. No valu
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvserve.core import ToolSpec
-from kvserve.sessions.journal import UNWRITTEN, Journal
-from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
+from kvserve.sessions.journal import UNWRITTEN, Journal, JournaledEntry, JournaledStore
 from kvserve.sessions.message_rows import digest_of, dump, items, number, parse, seconds, text_of, tool_of, tool_row
 
 MAX_VALUES = 64
@@ -95,10 +94,4 @@ def _body(digest: bytes, tools: tuple[ToolSpec, ...], until: float | None, seria
 def _spec_text(tool: ToolSpec) -> str:
     """Equal for equal tools; unlike `==` it tells true, 1 and 1.0 apart."""
     value = [tool.name, tool.description, tool.parameters, tool.strict]
-    return json.dumps(value, sort_keys=True, default=_as_dict)
-
-
-def _as_dict(value: object) -> dict[object, object]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"no value of JSON: {type(value).__name__}")
+    return json.dumps(value, sort_keys=True, default=dict)

@@ -11,8 +11,7 @@ from functools import partial
 from itertools import dropwhile
 
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
-from kvserve.sessions.journal import UNWRITTEN, Journal
-from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
+from kvserve.sessions.journal import UNWRITTEN, Journal, JournaledEntry, JournaledStore
 from kvserve.sessions.message_rows import dump, number, parse, seconds, text_of, written_of, written_row
 from kvserve.sessions.written_messages import same_writing, written_bytes
 
@@ -20,17 +19,11 @@ type SameArguments = Callable[[str, str], bool]
 """Whether two texts of arguments are equal in meaning."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ambiguous:
-    """The model wrote different things at one place: it is unknown which of them a client means."""
-
-
-AMBIGUOUS = Ambiguous()
-
-
 @dataclass(slots=True)
 class _PlaceEntry(JournaledEntry):
-    wrote: Written | Ambiguous
+    """`wrote` is None where the model wrote different things: it is unknown which of them a client means."""
+
+    wrote: Written | None
     owner: str
 
 
@@ -45,9 +38,9 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
         have KV; other words make the place ambiguous for good. The row is kept `until` then at least; None: no row."""
         with self._lock:
             place = self._entries.get(chain) or self._add(chain, _entry(written, owner))
-            if isinstance(place.wrote, Written) and not same_writing(place.wrote, written):
+            if place.wrote is not None and not same_writing(place.wrote, written):
                 self._num_bytes -= place.num_bytes
-                place.wrote, place.num_bytes = AMBIGUOUS, 0
+                place.wrote, place.num_bytes = None, 0
             self._entries.move_to_end(chain)
             if until is not None:
                 place.until = until if place.until is None else max(place.until, until)
@@ -62,7 +55,7 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
             if place is None:
                 return None
             self._entries.move_to_end(chain)
-            return place.wrote if isinstance(place.wrote, Written) else None
+            return place.wrote
 
     def heal(self, message: Message, chain: bytes, same_arguments: SameArguments) -> Message:
         """The message with what the client lost of the model's words; the same object where nothing is to be added."""
@@ -88,17 +81,17 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
 
     def _stored(self, row_key: bytes, body: bytes) -> tuple[float, bytes, _PlaceEntry]:
         row = parse(body)
-        wrote = AMBIGUOUS if row.get("written") is None else written_of(row["written"])
+        wrote = None if row.get("written") is None else written_of(row["written"])
         place = _entry(wrote, text_of(row.get("owner")), seconds(row.get("until")))
         return number(row.get("serial")), row_key, place
 
 
-def _entry(wrote: Written | Ambiguous, owner: str, until: float | None = None) -> _PlaceEntry:
-    return _PlaceEntry(wrote, owner, until=until, num_bytes=written_bytes(wrote) if isinstance(wrote, Written) else 0)
+def _entry(wrote: Written | None, owner: str, until: float | None = None) -> _PlaceEntry:
+    return _PlaceEntry(wrote, owner, until=until, num_bytes=0 if wrote is None else written_bytes(wrote))
 
 
-def _body(wrote: Written | Ambiguous, owner: str, until: float | None, serial: int) -> bytes:
-    written = written_row(wrote) if isinstance(wrote, Written) else None
+def _body(wrote: Written | None, owner: str, until: float | None, serial: int) -> bytes:
+    written = None if wrote is None else written_row(wrote)
     return dump({"written": written, "owner": owner, "until": until, "serial": serial})
 
 

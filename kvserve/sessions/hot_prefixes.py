@@ -11,8 +11,7 @@ from functools import partial
 from itertools import islice
 
 from kvserve.core import ImageSpan, MessageStart
-from kvserve.sessions.journal import UNWRITTEN, Journal
-from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
+from kvserve.sessions.journal import UNWRITTEN, Journal, JournaledEntry, JournaledStore
 from kvserve.sessions.seen import PACKED, PACKED_BYTES
 
 MIN_TOKENS = 32

@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NewType
 
@@ -303,21 +303,9 @@ class _Stored:
 
 
 def _branch_body(key: SessionKey, branch: Branch, chains: Sequence[bytes], until: float | None, serial: int) -> bytes:
-    return dump(
-        {
-            "serial": serial,
-            "session": key,
-            "parent_id": branch.parent_id,
-            "fork_message_index": branch.fork_message_index,
-            "fork_token_offset": branch.fork_token_offset,
-            "num_turns": branch.num_turns,
-            "num_messages": branch.num_messages,
-            "num_tokens": branch.num_tokens,
-            "last_used": branch.last_used,
-            "chains": [chain.hex() for chain in chains],
-            "until": until,
-        }
-    )
+    row = {"serial": serial, "session": key, **asdict(branch), "chains": [chain.hex() for chain in chains]}
+    del row["branch_id"]  # is the key
+    return dump({**row, "until": until})
 
 
 def _stored_branch(key: bytes, body: bytes) -> _Stored:

@@ -27,19 +27,13 @@ _ROLES = frozenset(get_args(Role))
 
 def dump(row: object) -> bytes:
     """JSON in UTF-8. Lone surrogates, which clients that cut text send, are kept."""
-    text = json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=_as_dict)
+    text = json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=dict)
     return text.encode("utf-8", "surrogatepass")
 
 
 def parse(body: bytes) -> Row:
     """The object of a dumped text. Raises ValueError for another text."""
     return fields(json.loads(body.decode("utf-8", "surrogatepass")))
-
-
-def _as_dict(value: object) -> dict[object, object]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"no value of JSON: {type(value).__name__}")
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

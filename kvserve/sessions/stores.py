@@ -12,7 +12,7 @@ from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
 from kvserve.sessions.first_values import TelemetryValues
 from kvserve.sessions.healing import HealingStore
 from kvserve.sessions.hot_prefixes import HotPrefixes
-from kvserve.sessions.journal import UNWRITTEN, JournalSwitch, Rows
+from kvserve.sessions.journal import JournalSwitch
 from kvserve.sessions.lineage import SessionIndex
 from kvserve.sessions.turns import TurnStore
 
@@ -118,14 +118,10 @@ class Stores:
             self._journal = JournalSwitch(archive)  # a request that holds the old stores writes nothing
             try:
                 self._make()
-                self._load(found)
-            except (
-                ValueError,
-                LookupError,
-                TypeError,
-                RecursionError,
-            ) as error:  # intact rows of a faulty program
-                self._make()
+                for store in self._all:
+                    store.load(found)
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                self._make()  # intact rows of a faulty program
                 archive.reject(f"its rows do not fit together: {error!r}")
         self._journal.to = archive
         archive.start(Upkeep(self.put_all, self.expire, self.make_room))
@@ -136,7 +132,7 @@ class Stores:
         """Write no more and clear the stores in RAM: what they hold is not this model's. The archive's file stays."""
         with self._attaching:
             archive, self._archive, self._outlives = self._archive, None, False
-            self._journal.to, self._journal = UNWRITTEN, JournalSwitch()
+            self._journal.to, self._journal = None, JournalSwitch()
             self._make()
         if archive is not None:
             archive.close(CLOSE_SECONDS)
@@ -158,12 +154,9 @@ class Stores:
             journal=journal,
         )
 
-    def _load(self, rows: Rows) -> None:
-        self.turns.load(rows)
-        self.healing.load(rows)
-        self.index.load(rows)
-        self.hot_prefixes.load(rows)
-        self.telemetry.load(rows)
+    @property
+    def _all(self) -> tuple[TurnStore | HealingStore | SessionIndex | HotPrefixes | TelemetryValues, ...]:
+        return self.turns, self.healing, self.index, self.hot_prefixes, self.telemetry
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -182,11 +175,8 @@ class Stores:
 
     def clear(self) -> None:
         """Delete everything. It is gone from the disk too when this returns, unless the disk hangs."""
-        self.healing.clear()
-        self.turns.clear()
-        self.index.clear()
-        self.hot_prefixes.clear()
-        self.telemetry.clear()
+        for store in self._all:
+            store.clear()
         self.flush()
 
     def flush(self) -> bool:
@@ -208,20 +198,14 @@ class Stores:
 
     def put_all(self) -> None:
         """Tell the archive everything that has a row."""
-        self.turns.put_all()
-        self.healing.put_all()
-        self.index.put_all()
-        self.hot_prefixes.put_all()
-        self.telemetry.put_all()
+        for store in self._all:
+            store.put_all()
 
     def expire(self) -> None:
         """Drop everything whose rows have expired."""
         now = self.now()
-        self.turns.expire(now)
-        self.healing.expire(now)
-        self.index.expire(now)
-        self.hot_prefixes.expire(now)
-        self.telemetry.expire(now)
+        for store in self._all:
+            store.expire(now)
 
     def make_room(self) -> None:
         """Evict the least recently used tenth: rows are larger than what they are in RAM."""

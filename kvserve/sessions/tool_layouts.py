@@ -129,11 +129,6 @@ class ToolLayouts:
         self._written.add(chain)
         self._journal.put("layouts", chain, partial(_body, tuple(self._at[chain])))
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError where the counts do not agree."""
-        assert self._num_digests == sum(len(layout.tools) for each in self._at.values() for layout in each)
-        assert self._written <= set(self._at), "a row of what is gone"
-
 
 def layout_row(layout: ToolLayout) -> Row:
     """A layout as plain values."""

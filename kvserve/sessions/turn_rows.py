@@ -1,20 +1,21 @@
-"""The turn store's rows: a message as the model saw it, conflicts at a chain, the record of a request.
+"""The turn store's rows: a message as the model saw it, when it was last read, conflicts at a chain, the record of a
+request; and when the journal is told of them. The store holds the lock.
 
 A node names its parent by number; a message that its output or its record's path holds is written once.
 """
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
-from kvserve.core import ImageSpan, RequestId, ToolSpec
+from kvserve.core import ImageSpan, RequestId
+from kvserve.sessions.journal import Journal, Rows, number_key
 from kvserve.sessions.message_rows import (
     Row,
     digest_of,
     dump,
     fields,
-    flag,
     items,
     message_of,
     message_row,
@@ -31,25 +32,7 @@ from kvserve.sessions.message_rows import (
 )
 from kvserve.sessions.seen import PACKED, PACKED_BYTES, PathNode, TurnRecord
 from kvserve.sessions.tool_layouts import NO_TOOLS, layout_of, layout_row
-
-
-@dataclass(frozen=True, slots=True)
-class LastRead:
-    """When a node was last read, by a count of requests, and until when its row is kept, in seconds since the epoch."""
-
-    serial: int
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Conflicts:
-    """What a chain keeps of nodes that were dropped: see `ChainState`."""
-
-    said: bytes | None
-    is_doubtful: bool
-    meaning: bytes | None
-    is_contested: bool
-
+from kvserve.sessions.turn_state import ChainState, NodeState, node_bytes
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
@@ -89,35 +72,26 @@ def node_of(body: bytes, nodes: Mapping[int, PathNode]) -> PathNode:
     return PathNode(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")), owner)
 
 
-def last_read_body(reading: LastRead) -> bytes:
-    """The row of when a node was read."""
-    return dump({"serial": reading.serial, "until": reading.until})
+def nodes_of_rows(rows: Rows) -> dict[PathNode, NodeState]:
+    """The nodes of these rows, each after its parent; their order of use is not set.
 
-
-def last_read_of(body: bytes) -> LastRead:
-    """When a row's node was read. Raises ValueError."""
-    row = parse(body)
-    return LastRead(number(row.get("serial")), seconds(row.get("until")))
-
-
-def conflicts_body(conflicts: Conflicts) -> bytes:
-    """The row of a chain's conflicts."""
-    said, meaning = conflicts.said, conflicts.meaning
-    return dump(
-        {
-            "said": None if said is None else said.hex(),
-            "is_doubtful": conflicts.is_doubtful,
-            "meaning": None if meaning is None else meaning.hex(),
-            "is_contested": conflicts.is_contested,
-        }
-    )
-
-
-def conflicts_of(body: bytes) -> Conflicts:
-    """The conflicts of a row. Raises ValueError."""
-    row = parse(body)
-    said, meaning = (None if row.get(name) is None else digest_of(row[name]) for name in ("said", "meaning"))
-    return Conflicts(said, flag(row.get("is_doubtful")), meaning, flag(row.get("is_contested")))
+    Raises ValueError or KeyError where the rows do not fit together.
+    """
+    nodes: dict[int, PathNode] = {}
+    for key, body in sorted(rows.get("node", ())):
+        nodes[int.from_bytes(key)] = node_of(body, nodes)
+    found = {node: NodeState(number, node_bytes(node), 0, until=0.0) for number, node in nodes.items()}
+    for key, body in rows.get("read", ()):
+        kept, row = found[nodes[int.from_bytes(key)]], parse(body)
+        kept.last_read = number(row.get("serial"))
+        kept.extend_life(seconds(row.get("until")))
+    for node, kept in reversed(found.items()):
+        if node.parent is not None:
+            parent = found[node.parent]
+            parent.num_children += 1
+            parent.last_read = max(parent.last_read, kept.last_read)
+            parent.extend_life(kept.until or 0.0)
+    return found
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -163,7 +137,7 @@ def record_of(body: bytes, leaf: PathNode) -> tuple[int, TurnRecord]:
             path[message].message if isinstance(message, int) else message_of(message)
             for message in items(row.get("messages"))
         ),
-        tools=tools_of(row.get("tools")),
+        tools=tuple(map(tool_of, items(row.get("tools")))),
         tools_digest=digest_of(row.get("tools_digest")),
         packed_ids=_little_endian(packed),
         num_prompt_tokens=number(row.get("num_prompt_tokens")),
@@ -175,11 +149,6 @@ def record_of(body: bytes, leaf: PathNode) -> tuple[int, TurnRecord]:
         tool_layout=layout_of(row["tool_layout"]) if row.get("tool_layout") is not None else NO_TOOLS,
     )
     return number(row.get("serial")), record
-
-
-def tools_of(row: object) -> tuple[ToolSpec, ...]:
-    """Tools from their rows. Raises ValueError."""
-    return tuple(tool_of(tool) for tool in items(row))
 
 
 def _image(span: Sequence[object]) -> ImageSpan:
@@ -225,3 +194,95 @@ def _untagged(value: object) -> object:
 
 def _arguments(row: object) -> Row:
     return fields(_untagged(row))
+
+
+# --- when they are written --------------------------------------------------------------------------------------------
+
+
+class PathJournal:
+    """Reads the store's maps; of a chain it sets whether it has a row."""
+
+    def __init__(
+        self, journal: Journal, kept: Mapping[PathNode, NodeState], states: Mapping[bytes, ChainState]
+    ) -> None:
+        self._journal = journal
+        self._kept = kept
+        self._states = states
+
+    def read(self, leaf: PathNode, until: float) -> None:
+        """A request has read this path: all of it is written down from now on, until `until` at least."""
+        new: list[PathNode] = []
+        for node in leaf.ancestry():
+            kept = self._kept[node]
+            if kept.until is None:
+                new.append(node)
+            kept.extend_life(until)
+        for node in reversed(new):
+            self.put_node(node)
+        self.put_reading(leaf)
+
+    def put_node(self, node: PathNode) -> None:
+        """Write the node, without when it was read."""
+        parent = None if node.parent is None else self._kept[node.parent].number
+        self._journal.put("node", number_key(self._kept[node].number), partial(node_body, parent, node))
+        self.put_conflicts(node.chain)
+
+    def put_reading(self, node: PathNode) -> None:
+        """Write when the node was read; its parents were read then too and need no row for it."""
+        kept = self._kept[node]
+        row = {"serial": kept.last_read, "until": kept.until or 0.0}
+        self._journal.put("read", number_key(kept.number), partial(dump, row))
+
+    def node_gone(self, node: PathNode, kept: NodeState) -> None:
+        """Drop the rows of a node. Its parent was read when the node was."""
+        if kept.until is None:
+            return
+        self._journal.drop("read", number_key(kept.number))
+        self._journal.drop("node", number_key(kept.number))
+        if node.parent is not None:
+            self.put_reading(node.parent)
+
+    def put_conflicts(self, chain: bytes) -> None:
+        """Write what the nodes of a chain do not say, as long as one of them has a row."""
+        state = self._states[chain]
+        row = state.row() if self.is_lasting(chain) else None
+        if row is not None:
+            self._journal.put("place", chain, partial(dump, row))
+        elif state.has_row:
+            self._journal.drop("place", chain)
+        state.has_row = row is not None
+
+    def is_lasting(self, chain: bytes) -> bool:
+        """Whether a node of this chain has a row."""
+        return chain in self._states and any(self._kept[node].until is not None for node in self._states[chain].nodes)
+
+    def put_record(self, serial: int, record: TurnRecord) -> None:
+        """Write the record of a request, if its path is written down."""
+        kept = self._kept[record.leaf]
+        if kept.until is not None:
+            self._journal.put("record", number_key(kept.number), partial(record_body, serial, record))
+
+    def record_gone(self, leaf: PathNode) -> None:
+        """Drop the row of the record that ended here."""
+        kept = self._kept.get(leaf)
+        if kept is not None and kept.until is not None:
+            self._journal.drop("record", number_key(kept.number))
+
+    def all_gone(self) -> None:
+        """Drop all rows."""
+        for kept in self._kept.values():
+            if kept.until is not None:
+                for kind in ("record", "read", "node"):
+                    self._journal.drop(kind, number_key(kept.number))
+        for chain, state in self._states.items():
+            if state.has_row:
+                self._journal.drop("place", chain)
+
+    def put_all(self, records: Iterable[tuple[int, TurnRecord]]) -> None:
+        """Write everything that has a row."""
+        lasting = [(kept.number, node) for node, kept in self._kept.items() if kept.until is not None]
+        for _, node in sorted(lasting, key=lambda pair: pair[0]):
+            self.put_node(node)
+            self.put_reading(node)
+        for serial, record in records:
+            self.put_record(serial, record)

@@ -8,7 +8,6 @@ one; older paths keep theirs. This file knows neither rules nor rendering.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 
@@ -16,13 +15,11 @@ from kvserve.core import ToolSpec
 from kvserve.sessions.digest_lru import UnambiguousLru
 from kvserve.sessions.first_values import ToolOrders
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
-from kvserve.sessions.leaf_order import LeafOrder
-from kvserve.sessions.node_state import ChainState, NodeState, node_bytes, nodes_of_rows
-from kvserve.sessions.path_journal import PathJournal
-from kvserve.sessions.record_store import RecordStore
+from kvserve.sessions.message_rows import parse
 from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
-from kvserve.sessions.turn_rows import conflicts_of, record_of
+from kvserve.sessions.turn_rows import PathJournal, nodes_of_rows, record_of
+from kvserve.sessions.turn_state import ChainState, LeafOrder, NodeState, RecordStore, node_bytes
 from kvserve.sessions.written_messages import said_digest
 
 MAX_UNRECORDED = 8_192
@@ -315,7 +312,7 @@ class TurnStore:
         with self._lock:
             self._take_nodes(nodes_of_rows(rows))
             for chain, body in rows.get("place", ()):
-                self._states[chain].recall(conflicts_of(body))
+                self._states[chain].recall(parse(body))
             leaves = {number_key(kept.number): node for node, kept in self._kept.items()}
             records = [record_of(body, leaves[key]) for key, body in rows.get("record", ())]
             for serial, record in sorted(records, key=lambda pair: pair[0]):
@@ -365,29 +362,3 @@ class TurnStore:
             self._leaves.touch(node)
         self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
         self._num_reads = max((kept.last_read for kept in found.values()), default=0)
-
-    # --- checks -------------------------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Walk over everything. Raises AssertionError where maps, counts and bytes do not agree."""
-        with self._lock:
-            self._check_nodes()
-            self._records.check_integrity()
-            self._layouts.check_integrity()
-            assert self._num_bytes == sum(kept.num_bytes for kept in self._kept.values()), "bytes do not add up"
-            assert len(self._kept) <= self._max_nodes and self._num_bytes <= self._max_bytes, "over a limit"
-
-    def _check_nodes(self) -> None:
-        num_children = Counter(node.parent for node in self._kept)
-        waiting = self._leaves.leaves()
-        for node, kept in self._kept.items():
-            state = self._states[node.chain]
-            assert node in state.nodes, "a node that its chain does not know"
-            assert node in self._children(node.parent)[node.chain], "a node that its parent does not know"
-            assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
-            assert node.parent is None or node.parent in self._kept, "a path with a hole"
-            assert kept.num_children == num_children[node], "children miscounted"
-            assert kept.num_children or state.newest is node, "a node that no lookup can reach"
-            assert kept.num_children or node in waiting, "a leaf that would never leave"
-            assert kept.num_bytes == node_bytes(node), "a node that was changed"
-        assert sum(len(state.nodes) for state in self._states.values()) == len(self._kept), "a place without its node"

@@ -10,9 +10,7 @@ from typing import Self
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor
-from kvserve.cache.disk_entries import Found
-from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_records import DiskLimits
+from kvserve.cache.disk_records import DiskLimits, Faults, Found
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier

@@ -1,6 +1,6 @@
 """Faults are counted each, told once, and told again only after they were over."""
 
-from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_records import Faults
 
 
 def test_a_kind_is_told_once() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.cache.disk_entries import Entry
+from kvserve.cache.disk_records import Entry
 from kvserve.cache.disk_store import FolderStore
 from tests.cache.disks import WAIT_SECONDS, Disk, named, names_of
 

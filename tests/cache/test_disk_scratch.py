@@ -29,7 +29,7 @@ def test_blobs_keep_their_bytes(tmp_path: Path, todo: list[tuple[bool, int, int]
         assert {file.name: file.num_bytes for file in store.files()} == {each: len(held[each]) for each in held}
     for name in list(held):
         store.delete("model", name)
-    assert store.file_bytes == 0
+    assert store._end == 0
     store.close()
 
 

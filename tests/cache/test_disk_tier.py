@@ -665,5 +665,5 @@ def test_a_scratch_file_keeps_its_cap(tmp_path: Path) -> None:
     with Disk(tmp_path, replace(ROOMY, max_bytes=cap), is_scratch=True) as disk:
         for number in range(12):
             disk.say([number, *LONG[1:]])
-            assert disk.store.file_bytes <= cap  # type: ignore[attr-defined]
+            assert disk.store._end <= cap  # type: ignore[attr-defined]
         assert disk.recall([11, *LONG[1:]])[0] == [11, *LONG[1:]]

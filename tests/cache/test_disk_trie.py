@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_blob import BlobHead
-from kvserve.cache.disk_entries import Entry
+from kvserve.cache.disk_records import Entry
 from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence

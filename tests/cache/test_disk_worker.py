@@ -11,8 +11,7 @@ import pytest
 
 from kvserve.cache import disk_store, disk_worker
 from kvserve.cache.disk_blob import NO_PARENT, BlobHead, Tensor, pack_blob
-from kvserve.cache.disk_entries import Entry
-from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_records import Entry, Faults
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_trie import BlobTrie

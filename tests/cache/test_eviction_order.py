@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from benchmarks.eviction_scores import SCORES
 from kvserve.cache import eviction_order, eviction_rank
-from kvserve.cache.changes import Changes
-from kvserve.cache.evicted_nodes import EvictedNodes
-from kvserve.cache.eviction_order import EvictionOrder
-from kvserve.cache.eviction_queue import EvictionQueue
-from kvserve.cache.last_users import LastUsers
-from kvserve.cache.node import Lease, Node
+from kvserve.cache.branches import LastUsers
+from kvserve.cache.eviction_order import EvictionOrder, EvictionQueue
+from kvserve.cache.kept_path import EvictedNodes
+from kvserve.cache.node import Changes, Lease, Node
 from kvserve.cache.records import BoundaryKind, Limits
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 from tests.cache.payloads import Clock, WholeState, joined, keys_of, make_tree, rows_of
+from tests.integrity import check_integrity
 from tests.laws import num_examples
 
 BRIEF_TOKENS = 6
@@ -150,7 +149,7 @@ class World:
             self._step(step)
         self.clock.now += 1
         self._evict(10**9)
-        self.tree.check_integrity()
+        check_integrity(self.tree)
         self._evict(0)
         assert all(map(self.tree._trie.is_held, remembered(self.tree)))
         return self
@@ -174,7 +173,7 @@ class World:
 
     def _evict(self, num_bytes: int) -> None:
         while not self.tree.evict(num_bytes, self._max_pieces).is_over:
-            self.tree.check_integrity()
+            check_integrity(self.tree)
 
     def _row(self, row: Row) -> None:
         base = self.prompts[row.base % len(self.prompts)]

@@ -12,6 +12,7 @@ from kvserve.cache.sweep import RANKED_PER_PIECE
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.payloads import ROOMY, ROW_BYTES, Clock, make_tree, store
+from tests.integrity import check_integrity
 
 MAX_PIECES = 4
 NUM_ROWS, NUM_STOPS = 12, 10
@@ -42,7 +43,7 @@ def pieces(tree: PrefixTree, num_bytes: int = 0) -> Iterator[tuple[int, int]]:
         after = tree.stats()
         num_states = after.num_evicted_checkpoints - before.num_evicted_checkpoints
         yield before.num_nodes - after.num_nodes, num_states
-        tree.check_integrity()
+        check_integrity(tree)
 
 
 def everything(tree: PrefixTree, clock: Clock) -> int:

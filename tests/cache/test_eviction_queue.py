@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.eviction import Ageing
-from kvserve.cache.eviction_queue import MIN_STALE_ITEMS, EvictionQueue, Rank, _rounded
+from kvserve.cache.eviction_order import MIN_STALE_ITEMS, EvictionQueue, _rounded
+from kvserve.cache.eviction_rank import Rank
 from kvserve.cache.node import Node
 from tests.laws import num_examples
 

@@ -16,6 +16,7 @@ from kvserve.core import TokenSequence
 from tests.cache.disks import HASHER, MODEL, Disk, named, names_of
 from tests.cache.payloads import joined, make_tree, store
 from tests.cache.test_disk_trie import add
+from tests.integrity import check_integrity
 from tests.laws import num_examples
 
 SYSTEM = list(range(10))
@@ -33,7 +34,7 @@ def depth(tree: PrefixTree, ids: list[int]) -> int:
 
 def forget(tree: PrefixTree, user: str) -> int:
     num_tokens = tree.forget(lambda name: name == user)
-    tree.check_integrity()
+    check_integrity(tree)
     return num_tokens
 
 

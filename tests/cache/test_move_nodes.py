@@ -8,6 +8,7 @@ from kvserve.cache.move_nodes import Requester
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.payloads import assert_exact, joined, keys_of, make_tree, rows_of, store
+from tests.integrity import check_integrity
 from tests.laws import num_examples
 
 type Conversation = tuple[int, list[int]]
@@ -48,14 +49,14 @@ def test_nobody_else_loses_anything(
     assert joined(extracted.pieces).keys == keys_of(tokens)[: match.num_usable_tokens]
     assert lease.num_tokens == extracted.start <= most
     assert [depth(tree, each) for each in others] == before
-    tree.check_integrity()
+    check_integrity(tree)
     for boundary in extracted.boundaries:
         state = boundary.state
         assert state is not None
         tree.extend(lease, tokens, boundary.offset, rows_of(tokens), lambda state=state: state, boundary.kind)  # type: ignore[misc]
     tree.extend(lease, tokens, match.num_usable_tokens, rows_of(tokens))
     tree.release(lease)
-    tree.check_integrity()
+    check_integrity(tree)
     again = tree.lookup(tokens)
     assert again.num_usable_tokens == match.num_usable_tokens
     assert_exact(again, tokens)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import RecordId
+from kvserve.cache.store import RamTier
 from tests.cache.payloads import Rows
 
 
@@ -11,10 +11,10 @@ def test_bytes_are_those_of_what_is_held() -> None:
     """Put adds, drop takes away once, an unknown key is a miss."""
     tier, rows = RamTier(), Rows((1, 2, 3))
     tier.put(RecordId(1), rows)
-    assert (tier.num_bytes, tier.get(RecordId(1)), tier.get(RecordId(2)), len(tier)) == (12, rows, None, 1)
+    assert (tier.num_bytes, tier.get(RecordId(1)), tier.get(RecordId(2)), len(tier._payloads)) == (12, rows, None, 1)
     tier.drop(RecordId(1))
     tier.drop(RecordId(1))
-    assert (tier.num_bytes, len(tier)) == (0, 0)
+    assert (tier.num_bytes, len(tier._payloads)) == (0, 0)
 
 
 def test_a_key_is_given_once() -> None:

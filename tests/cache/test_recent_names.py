@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.block_hash import BlockHasher, sha256
-from kvserve.cache.recent_names import NUM_KEPT, RecentNames
+from kvserve.cache.match import NUM_KEPT, RecentNames
+from kvserve.cache.token_run import pack
 from kvserve.core import TokenSequence
 from tests.cache.payloads import Atom, flatten
 from tests.laws import num_examples
@@ -29,7 +30,7 @@ def test_names_are_those_of_hashing_everything(asked: list[tuple[list[Atom], str
         tokens = flatten(atoms)
         for _ in range(2):
             named = names.name(tokens, partition)
-            assert named.chain == hasher.start(partition).extended(tokens)
+            assert named.chain == hasher.start(partition).extended(pack(tokens))
             assert named.run.end == len(tokens)
 
 

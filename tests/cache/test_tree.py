@@ -27,6 +27,7 @@ from tests.cache.payloads import (
     short_digest,
     store,
 )
+from tests.integrity import check_integrity
 
 
 def tokens(*ids: int) -> TokenSequence:
@@ -46,7 +47,7 @@ def test_an_empty_prompt_is_no_special_case() -> None:
     lease = tree.acquire(tree.lookup(tokens()))
     tree.mark_end(lease)
     tree.release(lease)
-    tree.check_integrity()
+    check_integrity(tree)
 
 
 @pytest.mark.parametrize("use_index", [True, False])
@@ -103,7 +104,7 @@ def test_what_is_shared_is_stored_once() -> None:
         store(tree, tokens(*system, *range(1000 * number + 1000, 1000 * number + 1010)))
     assert tree.stats().num_stored_tokens == 400 + 10 * 10
     assert tree.stats().ram_bytes == 4 * (400 + 10 * 10)
-    tree.check_integrity()
+    check_integrity(tree)
 
 
 def test_two_rows_that_computed_the_same_store_it_once() -> None:
@@ -122,7 +123,7 @@ def test_two_rows_that_computed_the_same_store_it_once() -> None:
     assert asked == [(8, 10)] and (extension.first_new, extension.num_new_tokens) == (8, 2)
     again = tree.acquire(tree.lookup(tokens(*range(12), 5)))
     assert tree.extend(again, tokens(*range(12), 5), 12, take, lambda: WholeState(())).has_new_checkpoint is False
-    tree.check_integrity()
+    check_integrity(tree)
 
 
 def test_a_checkpoint_can_be_added_inside_what_is_stored() -> None:
@@ -181,7 +182,7 @@ def test_partitions_share_nothing() -> None:
     assert tree.lookup(tokens(*range(20)), partition="tenant").num_matched_tokens == 0
     lease = tree.acquire(tree.lookup(tokens(*range(20)), partition="tenant"))
     tree.extend(lease, tokens(*range(20)), 20, rows_of(tokens(*range(20))))
-    tree.check_integrity()
+    check_integrity(tree)
     assert tree.stats().num_stored_tokens == 40
 
 
@@ -212,11 +213,11 @@ def test_a_lease_keeps_its_place_when_others_split_it() -> None:
     store(tree, long)
     leases = [tree.acquire(tree.lookup(tokens(*range(at), 99))) for at in (5, 12, 20)]
     store(tree, tokens(*range(12), 70, 71))
-    tree.check_integrity()
+    check_integrity(tree)
     assert [lease.num_tokens for lease in leases] == [5, 12, 20]
     row = tokens(*range(20), 80)
     tree.extend(leases[2], row, 21, rows_of(row))
-    tree.check_integrity()
+    check_integrity(tree)
     assert_exact(tree.lookup(tokens(*range(20), 80, 81)), tokens(*range(20), 80, 81))
 
 
@@ -234,9 +235,9 @@ def test_a_stop_that_cannot_be_kept_costs_no_later_one(fails: str) -> None:
     take_rows = out_of_memory if fails == "rows" else rows_of(row)
     with pytest.raises(MemoryError):
         tree.extend(lease, row, 23, take_rows, out_of_memory)  # type: ignore[arg-type]
-    tree.check_integrity()
+    check_integrity(tree)
     tree.extend(lease, row, 30, rows_of(row), lambda: WholeState(keys_of(row)))
-    tree.check_integrity()
+    check_integrity(tree)
     longer = tokens(*row.ids, 60)
     match = tree.lookup(longer)
     assert match.num_usable_tokens == 30
@@ -254,7 +255,7 @@ def test_after_clear_a_live_row_goes_on_alone() -> None:
     assert (extension.num_new_tokens, extension.has_new_checkpoint) == (0, False)
     tree.mark_end(lease)
     tree.release(lease)
-    tree.check_integrity()
+    check_integrity(tree)
     assert tree.lookup(row).num_matched_tokens == 0
 
 
@@ -268,7 +269,7 @@ def test_models_without_cuttable_layers_keep_checkpoints_only() -> None:
     assert match.num_usable_tokens == 10 and match.state is not None
     assert [piece.payload for piece in match.pieces] == [None]
     assert tree.stats().ram_bytes == STATE_BYTES
-    tree.check_integrity()
+    check_integrity(tree)
 
 
 def test_a_conversation_is_not_hashed_anew_with_every_turn() -> None:
@@ -312,7 +313,7 @@ def count_wrong_matches(num: int = 120) -> int:
             tree.extend(lease, prompt, len(prompt), rows_of(prompt))
             stored.append(prompt)
         tree.release(lease)
-    assert tree.stats().num_hash_collisions > 0
+    assert tree._trie.num_collisions > 0
     return num_wrong
 
 

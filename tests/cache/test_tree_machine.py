@@ -26,6 +26,7 @@ from tests.cache.payloads import (
     make_tree,
     short_digest,
 )
+from tests.integrity import check_integrity
 from tests.laws import IS_FULL, num_examples
 
 atom = st.one_of(st.integers(0, 1), st.integers(0, 2), st.sampled_from(["cat", "dog"]))
@@ -316,7 +317,7 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self) -> None:
         for tree in getattr(self, "trees", []):
-            tree.check_integrity()
+            check_integrity(tree)
             check_places(tree)
             stored, states = contents(tree)
             assert stored == self.stored - {()}

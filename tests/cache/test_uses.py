@@ -7,6 +7,7 @@ import pytest
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.payloads import ROOMY, ROW_BYTES, Clock, keys_of, make_tree, rows_of, store
+from tests.integrity import check_integrity
 
 SYSTEM = tuple(range(10))
 ONE, OTHER = TokenSequence((*SYSTEM, *range(20, 40))), TokenSequence((*SYSTEM, *range(50, 70)))
@@ -60,4 +61,4 @@ def test_a_row_that_computes_other_tokens_moves_its_prompts_place_no_further() -
         tree.extend(lease, other, end, rows_of(other))
     assert keys_of(other)[:15] == keys_of(ONE)[:15]
     assert tree.lookup(ONE).num_matched_tokens == 15
-    tree.check_integrity()
+    check_integrity(tree)

@@ -4,7 +4,7 @@ import pytest
 
 from kvserve.canonical.canonicalise import canonicalise
 from kvserve.canonical.rules import DEFAULT_RULES, select
-from kvserve.canonical.shared_values import with_shared_values
+from kvserve.canonical.substitutions import with_shared_values
 from kvserve.core import Message, Role, TextBlock
 
 HEADER = "x-anthropic-billing-header: cc_version={}; cc_entrypoint={}; cch={};"

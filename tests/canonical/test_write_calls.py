@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvserve.canonical.write_calls import with_write_content_digested
+from kvserve.canonical.substitutions import with_write_content_digested
 from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock
 
 CONTENT = "def f():\n    return 'é'\n" * 50

@@ -15,6 +15,7 @@ from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.kv_size import KvSize
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
+from tests.integrity import check_integrity
 
 NUM_PROMPT_TOKENS = 796
 NEXT_TOKENS = 52
@@ -107,7 +108,7 @@ def check(engine: Engine) -> None:
     """The tree adds up, and nothing is held besides: neither states, nor a row that is counted and gone."""
 
     def look(scheduler: Any) -> None:
-        scheduler.cache.check_integrity()
+        check_integrity(scheduler.cache._tree)
         assert scheduler.cache.kv_moves.held_bytes == 0 == scheduler._cache_leases.transit_bytes
         assert scheduler.cache.kv_room.leased_bytes() == 0
         scheduler._account()

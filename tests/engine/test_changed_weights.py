@@ -29,6 +29,7 @@ from tests.engine.engines import (
 )
 from tests.engine.test_vision import Sighted
 from tests.engine.visions import picture
+from tests.integrity import check_integrity
 from tests.laws import sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts
@@ -137,7 +138,7 @@ def test_no_answer_waits_for_the_digest(family: str, tmp_path: Path) -> None:
         let_go.set()
         assert eventually(lambda: is_on_disk(engine))
         assert engine.status.digest.state == "known"
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
         assert cached(generate(engine, turn(other, 1))[0]) > 250
         [found] = generate(engine, turn(BASE, NUM_TOKENS))
         assert_exact(found, before.tokens)

@@ -40,6 +40,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.odd_caches import Unmergeable, use_cache
+from tests.integrity import check_integrity
 from tests.laws import TWO_KINDS, sampled, sampled_cells
 from tests.models import DEEP, TWO_LAYERS, tiny_model
 
@@ -98,7 +99,7 @@ def test_a_restart_is_warm_and_exact(family: str, tmp_path: Path) -> None:
             assert again.progress[-1].reuse.tier == "disk"
             [warm] = generate(engine, turn(longer))
             assert cached(warm) == len(BASE) + NUM_ANSWER_TOKENS
-            engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+            engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
             report = disk_of(engine)
             assert report.num_restores >= 1 and report.stats.faults == {}
             assert_exact(warm, cold(engine, longer))
@@ -446,7 +447,7 @@ def test_of_an_answer_that_the_watchdog_ended_nothing_stays(
                     engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 1e-6))
         finally:
             engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 0))
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
         assert kept_bytes > engine.cache_report().stats.ram_bytes, "some of it was kept meanwhile"
         settle(engine)
         # Where a state is needed, it is that of the other prompt's tail.

@@ -14,7 +14,7 @@ import pytest
 
 from kvserve.cache import tree
 from kvserve.cache.disk_blob import BlobName, unpack_blob
-from kvserve.cache.disk_entries import Entry
+from kvserve.cache.disk_records import Entry
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.core import TokenSequence

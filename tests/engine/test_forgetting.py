@@ -33,6 +33,7 @@ from tests.engine.engines import (
     turn,
     without_idle_work,
 )
+from tests.integrity import check_integrity
 from tests.laws import sampled
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3")
@@ -105,7 +106,7 @@ def test_the_other_one_reuses_what_it_did(family: str) -> None:
         assert engine.kept_tokens(TokenSequence((*MINE, 1)))[0] <= len(SHARED)
         [warm] = generate(engine, turn(THEIRS))
         assert_exact(warm, expected)
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
 
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5",)))
@@ -158,7 +159,7 @@ def test_what_only_the_disk_has_of_another_one_stays(family: str, tmp_path: Path
         assert gone.is_done and gone.num_disk_bytes > 0 and (gone.num_tokens, gone.num_ram_bytes) == (0, 0)
         assert found_in(tmp_path, OWN_WORDS) == [] and not found_in_ram(engine, OWN_WORDS)
         settle(engine)
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     with running_engine(family, disk=on(tmp_path)) as engine:
         assert found_in(tmp_path, OWN_WORDS) == []
         assert engine.kept_tokens(TokenSequence((*THEIRS, 1)))[1] == before > len(SHARED)
@@ -280,9 +281,9 @@ def test_to_forget_waits_for_no_later_slice() -> None:
             tree._sweep._limits = replace(tree._sweep._limits, ttl_seconds=1.0)
             clock = tree._clock
             tree._clock = lambda: clock() + 10
-            assert any(name.startswith(ONE) for name in tree._owners_seen_at)
+            assert any(name.startswith(ONE) for name in tree._sweep.owners_seen_at)
             scheduler.forget(is_one)
-            return list(tree._owners_seen_at), tree.num_ram_bytes, scheduler.cache.kv_room.has_more
+            return list(tree._sweep.owners_seen_at), tree.num_ram_bytes, scheduler.cache.kv_room.has_more
 
         with without_idle_work(engine):
             assert engine._ask(forget) == ([], 0, False)

@@ -46,6 +46,7 @@ from tests.engine.engines import (
     without_idle_work,
 )
 from tests.engine.moving_rows import put_back_after, put_backs_counted, with_row_beside
+from tests.integrity import check_integrity
 from tests.laws import IS_FULL, sampled
 from tests.models import TWO_LAYERS, tiny_model
 from tests.starts import remembered_starts
@@ -100,7 +101,7 @@ def engine_of(case: Case, *, scale: ModelScale = WIDE, **settings: Any) -> Itera
             engine.start()
             engine.wait_until_ready(60)
         yield engine
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
         assert engine.cache_report().stats.num_leases == 0
     finally:
         engine.stop(20)
@@ -296,7 +297,7 @@ def test_a_warm_row_writes_what_a_cold_one_writes(
     case, engine = matrix_engine
     engine.clear_cache()
     way(engine, case)
-    engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
 
 
 @pytest.mark.long

@@ -33,6 +33,7 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
+from tests.integrity import check_integrity
 from tests.laws import sampled
 
 SMALL_TOKENS = 2500
@@ -198,7 +199,7 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
         for name in steps:
             monkeypatch.setattr(DecodePool, name, stepping(name))
         result, _stream = beside_stream(engine, short, 5, lambda: collect(engine.submit(turn(long, 4))))
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     left = [later - earlier for earlier, later in pairwise(seen)]
     assert cached(result) == 0 and result.tokens == alone
     assert sum(left) >= 20, "little had to leave"
@@ -248,7 +249,7 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
             return collect(others[0])
 
         result, _stream = beside_stream(engine, prompt_of(40, 98), 5, both)
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     assert cached(result) >= len(shared) - 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.cache.ram_tier import RamTier
+from kvserve.cache.store import RamTier
 from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.worker import Engine
@@ -42,6 +42,7 @@ from tests.engine.engines import (
     turn,
     without_idle_work,
 )
+from tests.integrity import check_integrity
 from tests.laws import IS_FULL, THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.models import DEEP_ONES
 
@@ -67,7 +68,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
     """An engine that has forgotten everything; its tree is whole afterwards."""
     shared_engine.clear_cache()
     yield shared_engine
-    shared_engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    shared_engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     assert shared_engine.cache_report().stats.num_leases == 0
 
 
@@ -307,7 +308,7 @@ def test_a_parent_that_was_evicted_is_computed_again(engine: Engine, family: str
         assert cached(warm) < known_of_base(family), "some of it has left"
         assert small.cache_report().stats.ram_bytes <= max_bytes
         assert_exact(warm, expected)
-        small._ask(lambda scheduler: scheduler.cache.check_integrity())
+        small._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
 
 
 @of_one_kind
@@ -378,7 +379,7 @@ def test_the_tier_is_never_above_its_budget(
             for result, expected in zip(generate(small, *(turn(each, 8) for each in prompts)), alone, strict=True):
                 assert_exact(result, expected)
         assert 0 < peak <= max_bytes
-        small._ask(lambda scheduler: scheduler.cache.check_integrity())
+        small._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
 
 
 @of_one_kind

@@ -16,6 +16,7 @@ from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warming import WarmJob, WarmSettings
 from kvserve.engine.worker import Engine
 from tests.engine.engines import MESSAGE_TOKENS, cached, generate, prompt_of, running_engine, turn
+from tests.integrity import check_integrity
 from tests.laws import IS_FULL, sampled
 
 BASE = prompt_of(292)
@@ -60,7 +61,7 @@ def ways(family: str, folder: Path, one: str, other: str) -> set[str]:
         found(engine, asked(one, prompts["disk"]))
     with running_engine(family, disk=disk) as engine:
         assert cached(generate(engine, asked(one, prompts["disk"]))[0]), "its own is there"
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     with running_engine(family, disk=disk) as engine:
         if found(engine, asked(other, prompts["disk"])):
             open_ways.add("disk")

@@ -33,6 +33,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.odd_caches import RefusesCopies, use_cache
+from tests.integrity import check_integrity
 from tests.laws import TWO_KINDS, sampled, sampled_cells
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3")
@@ -101,7 +102,7 @@ def _left_clean(engine: Engine) -> Iterator[None]:
     """Nothing is known before; the tree is whole and nobody stands on it afterwards."""
     engine.clear_cache()
     yield
-    engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     assert engine.cache_report().stats.num_leases == 0
 
 

@@ -120,7 +120,7 @@ def test_a_tool_that_came_later_and_is_another_one_now_is_named(is_result: bool)
 def test_a_missing_checkpoint_is_named() -> None:
     """What was known and could not be used is told apart from what has left, and from what could never be kept."""
     missed = explain(asked(), before(), RulesFired(), 100, reuse=Reuse("ram", 320, "user", is_trim_miss=True))
-    assert (missed.cause, missed.is_trim_miss) == ("no checkpoint", True)
+    assert (missed.cause, missed.reuse.is_trim_miss) == ("no checkpoint", True)
     assert explain(asked(), before(), RulesFired(), 0, around=Circumstances(can_keep=False)).cause == "not kept"
 
 

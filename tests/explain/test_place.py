@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvserve.core import Message, RequestId, TextBlock, ToolResultBlock
-from kvserve.explain.place import message_at, template_difference
+from kvserve.explain.difference import message_at, template_difference
 from kvserve.sessions.seen import PathNode, TurnRecord, pack_ids
 from tests.sessions.samples import assistant, user
 

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from kvserve.core import RequestId, Reuse
-from kvserve.explain.causes import NO_MISS, PLACED, Cause
+from kvserve.explain.causes import NO_MISS, ROW_OF, Cause
 from kvserve.explain.difference import Difference
 from kvserve.explain.explanation import Explanation
 from kvserve.explain.words import clause, remedy, summary
@@ -33,10 +33,10 @@ TOLD = Explanation(
 @pytest.mark.parametrize("cause", CAUSES)
 def test_every_cause_has_its_words(cause: Cause) -> None:
     """Filled in, without the prompt's own text; a cause that lies in the prompt says where."""
-    told = replace(TOLD, cause=cause, first_difference=PLACE if cause in PLACED else None)
+    told = replace(TOLD, cause=cause, first_difference=PLACE if ROW_OF[cause].place is not None else None)
     sentences = f"{summary(told)} {remedy(told)} {clause(told)}"
     assert "{" not in sentences and "SECRET" not in sentences
-    assert ("message 3" in sentences) == (cause in PLACED)
+    assert ("message 3" in sentences) == (ROW_OF[cause].place is not None)
     has_remedy = cause not in NO_MISS
     assert (remedy(told) is not None) == has_remedy == (clause(told) is not None)
 

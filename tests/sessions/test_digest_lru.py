@@ -18,9 +18,9 @@ def test_the_oldest_goes_first() -> None:
     places: DigestLru[int] = DigestLru(max_entries=2)
     for number in range(3):
         places.put([bytes([number])], number)
-    assert len(places) == 2 and places.find([b"\x00"]) is None and places.find([b"\x01"]) == 1
+    assert len(places._entries) == 2 and places.find([b"\x00"]) is None and places.find([b"\x01"]) == 1
     places.clear()
-    assert len(places) == 0
+    assert len(places._entries) == 0
 
 
 def test_what_is_known_of_some_can_be_forgotten() -> None:
@@ -29,7 +29,7 @@ def test_what_is_known_of_some_can_be_forgotten() -> None:
     places.put([b"a", b"b"], "one")
     places.put([b"b", b"c"], "two")
     places.forget(lambda place: place == "two")
-    assert places.find([b"a", b"b", b"c"]) == "one" and len(places) == 1
+    assert places.find([b"a", b"b", b"c"]) == "one" and len(places._entries) == 1
 
 
 def test_the_last_known_digest_is_found() -> None:

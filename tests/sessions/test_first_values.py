@@ -6,8 +6,7 @@ import pytest
 
 from kvserve.core import ToolSpec
 from kvserve.sessions.first_values import MAX_CHARACTERS, TelemetryValues, ToolOrders
-from kvserve.sessions.journal import Kind
-from kvserve.sessions.journaled_store import ROW_LIFE_SECONDS
+from kvserve.sessions.journal import ROW_LIFE_SECONDS, Kind
 from tests.sessions.samples import Notebook
 
 

@@ -1,8 +1,8 @@
 """The order in which leaves are evicted: by their last use, each once, and no node that has children."""
 
-from kvserve.sessions.leaf_order import LeafOrder
-from kvserve.sessions.node_state import NodeState
 from kvserve.sessions.seen import PathNode
+from kvserve.sessions.turn_state import LeafOrder, NodeState
+from tests.integrity import leaves
 from tests.sessions.samples import user
 
 
@@ -19,7 +19,7 @@ def test_the_longest_unused_leaf_goes_first() -> None:
         order.touch(seen)
     kept[parent].num_children = 1
     del kept[gone]
-    assert order.leaves() == {first, second, third}
+    assert leaves(order) == {first, second, third}
     assert [order.pop() for _ in range(3)] == [second, third, first]
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 
 from kvserve.core import RequestId
-from kvserve.sessions.record_store import record_bytes
 from kvserve.sessions.seen import PathNode
+from kvserve.sessions.turn_state import record_bytes
 from kvserve.sessions.turns import TurnStore
+from tests.integrity import check_integrity
 from tests.sessions.samples import chains_of, record_of, steps_of, user
 
 
@@ -39,7 +40,7 @@ def test_a_passed_request_makes_room() -> None:
     for turn in range(1, 51):
         remembered(store, "s" * turn, f"r{turn}")
     assert store.totals().num_records == 1 and compared_with(store, "ss") == "r50"
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_a_message_without_a_request_of_its_own_has_the_nearest_before() -> None:
@@ -68,7 +69,7 @@ def test_bytes_are_bounded_and_the_oldest_request_goes() -> None:
     assert store.totals().num_nodes == 3
     remembered(store, "d", "d", num_tokens=20_000)
     assert store.totals().num_records == 0 and store.totals().num_record_bytes == 0
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_a_record_leaves_with_its_leaf() -> None:
@@ -79,7 +80,7 @@ def test_a_record_leaves_with_its_leaf() -> None:
     assert store.totals().num_records == 1 and store.record_for(leaf, "s") is None
     store.remember(record_of(leaf, "late"))
     assert store.totals().num_records == 1
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_messages_outside_the_path_weigh_too() -> None:

@@ -20,6 +20,7 @@ from kvserve.sessions.stores import (
     StoreLimits,
     Stores,
 )
+from tests.integrity import check_integrity
 from tests.sessions import samples
 from tests.sessions.samples import assistant, chains_of, steps_of, texts_of, user, written
 
@@ -85,7 +86,7 @@ def test_everything_is_there_in_the_next_life(tmp_path: Path) -> None:
     assert second.stores.healing.find(chains_of("suA")[-1]) is not None and len(second.stores.healing) == 3
     assert second.stores.index.sessions(0.0) == sessions and second.stores.turns.totals() == totals
     assert second.stores.turns.tools_as_seen(b"t", tools[::-1]) == tools
-    second.stores.turns.check_integrity()
+    check_integrity(second.stores.turns)
     second.turn("suyD")
     assert max(branch.branch_id for view in second.stores.index.sessions(0.0) for branch in view.branches) == 3
     second.end()

@@ -15,6 +15,7 @@ from kvserve.sessions.tool_layouts import (
     layout_row,
 )
 from kvserve.sessions.turns import TurnStore
+from tests.integrity import check_integrity
 from tests.sessions import samples
 from tests.sessions.samples import Notebook, steps_of
 
@@ -29,7 +30,7 @@ def remembered(store: TurnStore, letters: str, layout: ToolLayout, until: float 
     leaf = store.extend(None, steps, until)
     record = dataclasses.replace(samples.record_of(leaf), tool_layout=layout)
     store.remember(record, is_lasting=until is not None)
-    store.check_integrity()
+    check_integrity(store)
     return leaf
 
 
@@ -73,7 +74,7 @@ def test_layouts_outlive_the_process_with_their_messages() -> None:
     remembered(store, "vwxy", ToolLayout((C,)), until=None)
     again = TurnStore(journal=Notebook())
     again.load(book.rows())
-    again.check_integrity()
+    check_integrity(again)
     assert again.tool_layouts(samples.chains_of("abcd")) == store.tool_layouts(samples.chains_of("abcd"))
     assert again.tool_layouts(samples.chains_of("vwxy")) == []
     anew = Notebook()
@@ -104,7 +105,7 @@ def test_layouts_are_bounded() -> None:
     assert [layout.front[0][0] for layout in layouts.at(A)] == list(range(MAX_LAYOUTS + 2, 2, -1))
     for chain in (B, C):
         layouts.put(chain, ToolLayout(tuple(bytes([number]) for number in range(18))), is_lasting=False)
-        layouts.check_integrity()
+        check_integrity(layouts)
     assert layouts.at(A) == () and layouts.at(B) and layouts.at(C)
 
 
@@ -124,5 +125,5 @@ def test_nothing_is_written_down_of_what_is_not_to_last() -> None:
     layouts = ToolLayouts(journal=UNWRITTEN)
     layouts.put(A, ToolLayout((B,)), is_lasting=False)
     layouts.drop_row(A)
-    layouts.check_integrity()
+    check_integrity(layouts)
     assert layouts.at(A) == (ToolLayout((B,)),)

@@ -7,6 +7,7 @@ import pytest
 from kvserve.core import Message
 from kvserve.sessions.seen import PathNode, PathStep
 from kvserve.sessions.turns import TurnStore
+from tests.integrity import check_integrity
 from tests.sessions.samples import assistant, call, chains_of, record_of, steps_of, texts_of, user, written
 
 
@@ -69,7 +70,7 @@ def test_a_fresh_clock_is_found_while_the_older_path_keeps_its_own() -> None:
     store.extend(None, steps_of("ab", ["a", "b 10:05"]))
     assert texts_of(store.find(chains_of("abx"))) == ["a", "b 10:05"]
     assert store.find(chains_of("abcd")) is older and texts_of(older) == ["a", "b 10:00", "c"]
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_a_reading_that_comes_again_is_the_newest_one() -> None:
@@ -89,7 +90,7 @@ def test_a_replaced_reading_that_nobody_needs_is_gone() -> None:
     for minute in range(100):
         store.extend(None, steps_of("ab", ["a", f"b {minute}"]))
     assert store.totals().num_nodes == 2
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_two_clocks_in_turn_do_not_multiply_the_paths() -> None:
@@ -101,7 +102,7 @@ def test_two_clocks_in_turn_do_not_multiply_the_paths() -> None:
             leaf = store.extend(None, steps_of("abc" + clock, [f"a {clock}", "b", "c", *clock]))
             leaves.add(leaf)
     assert store.totals().num_nodes == 2 * (3 + 5) and len(leaves) == 2
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_the_same_answer_again_keeps_its_first_tokens() -> None:
@@ -134,7 +135,7 @@ def test_after_two_answers_what_the_client_sends_is_followed() -> None:
     found = store.find(chains_of("abcd"))
     assert found is leaf
     assert [node.message for node in leaf.path()] == [user("a"), assistant("Done."), user("c")]
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_an_answer_without_thoughts_that_became_doubtful_is_read_as_sent() -> None:
@@ -169,7 +170,7 @@ def test_nodes_are_bounded_and_shared_beginnings_stay() -> None:
     store = TurnStore(max_nodes=5)
     for letter in "0123456789":
         store.extend(None, steps_of("abc" + letter))
-        store.check_integrity()
+        check_integrity(store)
     assert texts_of(store.find(chains_of("abc9"))) == [*"abc", "9"]
     assert texts_of(store.find(chains_of("abc8"))) == [*"abc", "8"]
     assert texts_of(store.find(chains_of("abc7"))) == list("abc")
@@ -204,7 +205,7 @@ def test_bytes_are_bounded_by_the_texts() -> None:
     leaf = store.extend(None, steps_of("ab", ["a", "y" * 500_000]))
     assert texts_of(leaf) == ["a", "y" * 500_000]
     assert texts_of(store.find(chains_of("ab"))) == ["a"]
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_a_path_that_was_forgotten_while_a_request_held_it_comes_back_whole() -> None:
@@ -215,10 +216,10 @@ def test_a_path_that_was_forgotten_while_a_request_held_it_comes_back_whole() ->
     assert store.find(chains_of("ab")) is None
     leaf = store.extend(held, steps_of("abc")[2:])
     assert store.find(chains_of("abc")) is leaf and texts_of(leaf) == list("abc")
-    store.check_integrity()
+    check_integrity(store)
     store.clear()
     assert texts_of(store.extend(leaf, [])) == list("abc") and store.find(chains_of("abc")) is leaf
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_clear_forgets_everything() -> None:
@@ -250,7 +251,7 @@ def test_many_threads_leave_the_store_whole() -> None:
                 assert [node.chain for node in leaf.path()] == chains_of(letters)
                 if number % 90 == 89:
                     store.clear()
-                store.check_integrity()
+                check_integrity(store)
         except Exception as error:
             errors.append(error)
             raise
@@ -261,7 +262,7 @@ def test_many_threads_leave_the_store_whole() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_the_tools_keep_their_first_order() -> None:
@@ -275,9 +276,9 @@ def test_integrity_is_really_checked() -> None:
     leaf = store.extend(None, steps_of("ab"))
     store._num_bytes += 1
     with pytest.raises(AssertionError):
-        store.check_integrity()
+        check_integrity(store)
     store._num_bytes -= 1
     store._leaves.clear()
     with pytest.raises(AssertionError):
-        store.check_integrity()
+        check_integrity(store)
     assert isinstance(leaf, PathNode) and isinstance(leaf.message, Message)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvserve.core import Message, Written
 from kvserve.sessions.seen import PathNode, PathStep
 from kvserve.sessions.turns import TurnStore
+from tests.integrity import check_integrity
 from tests.laws import num_examples
 from tests.sessions.samples import Notebook, assistant, chains_of, record_of, user, written
 
@@ -229,7 +230,7 @@ class TurnMachine(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         """Bounds hold, and who holds a path holds what it was."""
         if hasattr(self, "store"):
-            self.store.check_integrity()
+            check_integrity(self.store)
             assert all(seen_values(leaf) == before for leaf, _, before in self.held)
 
 
