@@ -65,10 +65,10 @@ def policies_in(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def check_policies(policies: Mapping[str, str], setting: str = SETTING) -> None:
-    """Raises SettingError, naming `setting`, for a rule that there is not or another policy than it may have."""
+def check_policies(policies: Mapping[str, str]) -> None:
+    """Raises SettingError for a rule that there is not or another policy than it may have."""
     for name, policy in policies.items():
         if name not in SETTABLE:
-            raise SettingError(setting, name, f"one of the rules {', '.join(SETTABLE)}")
+            raise SettingError(SETTING, name, f"one of the rules {', '.join(SETTABLE)}")
         if policy not in SETTABLE[name]:
-            raise SettingError(setting, f"{name}={policy}", f"one of the policies {', '.join(SETTABLE[name])}")
+            raise SettingError(SETTING, f"{name}={policy}", f"one of the policies {', '.join(SETTABLE[name])}")
