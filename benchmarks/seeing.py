@@ -24,8 +24,8 @@ from benchmarks.recordings import Reply, Request
 from benchmarks.reuse_oracle import CONVENTIONS
 from benchmarks.rig import rounds
 from kvserve.demo.build import build_model
-from kvserve.observe.requests import Seeing, SeeingSettings
-from kvserve.observe.snapshot import Look
+from kvserve.observe.dashboard import Look
+from kvserve.observe.observability import Observability, ObservabilitySettings
 from kvserve.observe.terminal import Terminal
 from kvserve.requests import running_answer
 from kvserve.requests.turn_facts import Observer
@@ -45,8 +45,10 @@ class Turns:
         for number, request in enumerate(self._loop.requests()):
             self._model.serve(request, number)
         self._terminal = Terminal(Console(file=(scratch / "screen").open("w"), width=200))
-        self._seeing = Seeing(
-            SeeingSettings(scratch, writes_traces=False, num_trace_days=1, num_explanations=1000, shows_text=False),
+        self._seeing = Observability(
+            ObservabilitySettings(
+                scratch, writes_traces=False, num_trace_days=1, num_explanations=1000, shows_text=False
+            ),
             self._terminal,
             lambda: Look({}, None, (), 0.0),
         )

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.template_reference import Conversation, Wire
-from kvserve.app.call_forms import unheld_calls
-from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
+from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls, unheld_calls
 from kvserve.core import CallRow, Message, RequestDefaults, RequestId, SamplingParams, ToolSpec
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.output.formats import OutputFormat, select_format

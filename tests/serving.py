@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 import kvserve.app.server
-import kvserve.web.server
+import kvserve.web.http_server
 from kvserve.app.server import Server
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
@@ -190,7 +190,7 @@ def unstarted_app(
         app = Server(launch, Terminal(Console(file=screen, width=200)))
     under_test = AppUnderTest(app, screen, folder / "logs")
     with remembered_starts(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvserve.web.server, "_ACCEPT_POLL_SECONDS", 0.01)  # its end comes with a look
+        patch.setattr(kvserve.web.http_server, "_ACCEPT_POLL_SECONDS", 0.01)  # its end comes with a look
         for name in ("STREAMS_END_SECONDS", "ENGINE_STOP_SECONDS"):  # nobody waits for this one's end
             patch.setattr(kvserve.app.server, name, PATIENCE_SECONDS)
         try:

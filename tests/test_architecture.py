@@ -16,8 +16,8 @@ JOINERS = (
     "kvserve/identity/",
     "kvserve/requests/",
     "kvserve/observe/reports.py",
-    "kvserve/observe/requests.py",
-    "kvserve/observe/snapshot.py",
+    "kvserve/observe/observability.py",
+    "kvserve/observe/dashboard.py",
     "kvserve/warming/next_turn_predictor.py",
     "kvserve/warming/prewarming.py",
     "kvserve/warming/speculative_prefill.py",
@@ -28,8 +28,8 @@ OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
 ORDER = (
     ("core", "errors"),
     ("settings",),
-    ("config", "agents", "cache", "canonical", "demo", "output", "prompt", "protocols", "proxy", "sessions"),
-    ("engine", "explain"),
+    ("config", "agents", "cache", "canonical", "demo", "output", "prompt", "protocols", "sessions"),
+    ("engine", "explain", "proxy"),
     ("identity",),
     ("requests",),
     ("observe", "warming"),
@@ -75,14 +75,15 @@ class Door:
 
 DOORS_BETWEEN = {
     "kvserve.engine": ("kvserve.cache", "kvserve.settings.model_config"),
-    "kvserve.canonical": ("kvserve.settings.rules",),
+    "kvserve.canonical": ("kvserve.settings.rule_policies",),
     "kvserve.config": ("kvserve.settings",),
     "kvserve.explain": ("kvserve.sessions",),
+    "kvserve.proxy": ("kvserve.protocols.error_bodies", "kvserve.protocols.fields", "kvserve.settings.ports"),
     "kvserve.observe": ("kvserve.requests.request_facts",),
 }
 """The engine owns the prefix tree (.context/decisions/0001), an explanation compares records, the terminal shows
-facts of requests; of what is looked at before a start, a few read the same tables and files. Nobody else but the
-joiners looks into another room."""
+facts of requests, the guard of port 4000 reads bodies and writes errors as port 8080 does; of what is looked at before
+a start, a few read the same tables and files. Nobody else but the joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:
@@ -302,7 +303,7 @@ def test_scripts_speak_http_only() -> None:
         ("kvserve/core/__init__.py", "from kvserve.config import Settings", "a room imports itself"),
         ("kvserve/requests/serve.py", "from kvserve.observe.reports import trace_fields", "imports earlier ones"),
         ("kvserve/requests/serve.py", "from kvserve import warming", "imports earlier ones"),
-        ("kvserve/observe/requests.py", "import kvserve.warming.prewarming", "imports earlier ones"),
+        ("kvserve/observe/observability.py", "import kvserve.warming.prewarming", "imports earlier ones"),
         ("kvserve/web/service.py", "if TYPE_CHECKING:\n    from kvserve.app.server import App", "imports earlier ones"),
         ("kvserve/cache/tree.py", "from .sweep import Sweep", "imports are absolute"),
         ("kvserve/cache/tree.py", "import mlx.core as mx", "import mlx*"),
@@ -331,8 +332,8 @@ def test_a_planted_violation_is_caught(path: str, source: str, rule: str) -> Non
         ("kvserve/cache/tree.py", "import kvserve.errors\nfrom kvserve import core"),
         ("kvserve/requests/serve.py", "from kvserve.engine.worker import Worker\nfrom kvserve.cache.tree import Tree"),
         ("kvserve/engine/prefix_cache.py", "from kvserve.cache.tree import PrefixTree"),
-        ("kvserve/app/server.py", "from kvserve import __version__\nfrom kvserve.web.server import HttpServer"),
-        ("kvserve/web/server.py", "from http.server import ThreadingHTTPServer\nfrom kvserve.protocols import p"),
+        ("kvserve/app/server.py", "from kvserve import __version__\nfrom kvserve.web.http_server import HttpServer"),
+        ("kvserve/web/http_server.py", "from http.server import ThreadingHTTPServer\nfrom kvserve.protocols import p"),
         ("kvserve/engine/worker.py", "import threading\nimport mlx.core\nthreading.Thread(target=f)"),
         ("kvserve/sessions/turns.py", "import threading\nlock = threading.Lock()\nimport os\nos.replace('a', 'b')"),
         ("kvserve/proxy/litellm.py", "import subprocess, threading\nthreading.Thread(target=subprocess.run)"),

@@ -31,7 +31,7 @@ from benchmarks.open_loop import Counts, Judged, Played, Row, play, pooled, repo
 from benchmarks.prompts import num_common
 from benchmarks.recordings import MESSAGES, Conversation, Reply, Request, shared_folder, unthinking
 from benchmarks.reuse_oracle import CONVENTIONS, PLAYED_FAMILIES, RECORDED_FAMILIES
-from kvserve.web.sse import encode_event
+from kvserve.web.exchange import encode_event
 from tests.models import tiny_model
 
 

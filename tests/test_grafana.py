@@ -4,8 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from kvserve.observe.metrics import DISTRIBUTIONS, PREFIX, TOTALS
-from kvserve.observe.snapshot import CACHE_ROWS, HEALTH_ROWS
+from kvserve.observe.metrics import CACHE_ROWS, DISTRIBUTIONS, HEALTH_ROWS, PREFIX, TOTALS
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "grafana-dashboard.json"
 

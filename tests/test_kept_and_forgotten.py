@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.app.wiring import seeing_settings
+from kvserve.app.wiring import observability_settings
 from kvserve.config import DiskMode
 from kvserve.core import NOBODY
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
@@ -100,7 +100,7 @@ def test_where_responses_agents_and_traces_go(tmp_path: Path, disk_cache: DiskMo
         assert app.responses.of(NOBODY).get("resp_a").items[0]["content"] == WORD
         names = {path.name.partition("-")[0] for path in files_with_the_word(tmp_path)}
         assert bool(names) == (tmp_path / "state" / "responses.sqlite3").exists() == is_written
-        assert seeing_settings(app._settings, disk_cache).writes_traces == is_written
+        assert observability_settings(app._settings, disk_cache).writes_traces == is_written
 
 
 def test_old_responses_leave_at_a_start_and_while_others_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +227,12 @@ def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept
         second = said(f"{'hello ' * 50}{word}, edited", answer, again)
         assert word in app.get(f"{EXPLAIN}/{second['id']}").body.decode()
         said("Somebody else's.", session="kept")
-        assert (word in str(app.app.dashboard())) is (num_kept > 1)
+        assert (word in str(app.app.observability.dashboard())) is (num_kept > 1)
         told = delete(app, "/v1/cache?session=gone").json
         assert told["is_done"] and told["num_explanations"] == (2 if num_kept > 1 else 0)
         del first, answer, second
         assert values_with(app.app, word) == []
-        shown = app.app.dashboard()["sessions"]
+        shown = app.app.observability.dashboard()["sessions"]
         assert [each["name"][:4] for each in shown] == ["kept"] and shown[0]["branches"][0]["last"]
 
 

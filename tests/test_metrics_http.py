@@ -154,11 +154,11 @@ def test_the_dashboard_and_file_names_hold_no_prompt(app: AppUnderTest) -> None:
         assert app.post(COMPLETION_PATH, body).status == 200
 
     def has_last_miss() -> bool:
-        misses: Any = app.app.dashboard()["misses"]
+        misses: Any = app.app.observability.dashboard()["misses"]
         return any(each["cause"] == "prompt changed" for each in misses)
 
     assert eventually(has_last_miss)
-    event = json.dumps(app.app.dashboard())
+    event = json.dumps(app.app.observability.dashboard())
     assert '"sessions": [{' in event and SECRET not in event
     assert SECRET not in metrics(app)[0]
     names = [path.name for path in app.log_root.parent.rglob("*")]

@@ -53,7 +53,7 @@ def test_a_changed_character(app: AppUnderTest) -> None:
     assert 0 < told["cached_tokens"] <= told["num_shared_tokens"] < told["num_prompt_tokens"] / 2
     assert f"character {place}" in told["summary"] and "Put what changes behind" in told["remedy"]
     assert f"why: prompt changed (character {place})" in app.line_of(told["request_id"])
-    misses: Any = app.app.dashboard()["misses"]
+    misses: Any = app.app.observability.dashboard()["misses"]
     assert "Place" not in str(misses), "no text of it on the page"
 
 

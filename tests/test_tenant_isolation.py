@@ -144,7 +144,7 @@ def test_a_beginning_is_warm_at_the_start_for_its_tenant_only(tmp_path: Path) ->
         assert eventually(lambda: app.get("/v1/cache").json["warming"]["num_jobs_done"] == 1)
         assert OTHER.num_cached(app) == 0 and NOBODY.num_cached(app) == 0 and Tenant("one", "anna").num_cached(app) == 0
         assert ONE.num_cached(app) > len(SYSTEM.split())
-        shown = str((app.get("/v1/cache").json, app.app.dashboard()))
+        shown = str((app.get("/v1/cache").json, app.app.observability.dashboard()))
         assert "friendly" not in shown and "harbour" not in shown, "no text of it is shown"
 
 
@@ -153,7 +153,7 @@ def test_a_session_id_is_no_secret(app: AppUnderTest) -> None:
     the control, it is the client."""
     hidden = {"role": "user", "content": f"<system-reminder>\nThe PIN is 4711.\n</system-reminder>\n{SAID}"}
     app.chat([hidden], headers=ONE.headers, session_id="sid-1", max_tokens=2)
-    assert "sid-1" in str(app.app.dashboard()) and "4711" not in str(app.app.dashboard())
+    assert "sid-1" in str(app.app.observability.dashboard()) and "4711" not in str(app.app.observability.dashboard())
     for read in (app.get("/v1/cache").body, app.get("/metrics").body):
         assert b"sid-1" not in read
     said = [{"role": "user", "content": SAID}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "?"}]

@@ -1,1 +1,1 @@
-"""Agents whose history the server keeps: their data, the store of their turns, and the turns that a prompt shows."""
+"""The store of agents whose history the server keeps."""

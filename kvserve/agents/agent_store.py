@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from kvserve.agents.agent_nouns import Agent, NewAgent, TurnDone
 from kvserve.core import Block, ImageSpan, Message, TokenSequence
+from kvserve.core.agent_nouns import Agent, NewAgent, TurnDone
 from kvserve.errors import Conflict, NotFound, StorageFailure
 
 BUSY_SECONDS = 5.0

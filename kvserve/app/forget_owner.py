@@ -15,7 +15,7 @@ from kvserve.core.keeping import Scope, UnderWay
 from kvserve.engine.cache_records import ForgottenKv
 from kvserve.errors import BadRequest, NotReady
 from kvserve.identity.owner import belongs_to
-from kvserve.observe.requests import Seeing
+from kvserve.observe.observability import Observability
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.warming.speculative_prefill import SpeculativePrefill
 
@@ -33,7 +33,7 @@ class Forgetting:
         pool: ModelPool,
         next_turns: SpeculativePrefill | None,
         responses: ResponseStore,
-        seeing: Seeing,
+        observability: Observability,
         *,
         parts_sessions: bool,
     ) -> None:
@@ -42,7 +42,7 @@ class Forgetting:
         self._pool = pool
         self._next_turns = next_turns
         self._responses = responses
-        self._seeing = seeing
+        self._observability = observability
         self._under_way = UnderWay()
 
     def begin(self, turn: Turn) -> None:
@@ -79,5 +79,5 @@ class Forgetting:
             "disk_bytes": kept.num_disk_bytes,
             "is_done": kept.is_done and all(each.is_done for each in gone),
             "num_responses": num_responses,
-            **self._seeing.forget(scope),
+            **self._observability.forget(scope),
         }

@@ -1,7 +1,8 @@
 """From a model folder to a served model: tokenizer, template, records and output format first, the engine's part once
 its weights are there.
 
-It joins rooms per model. Which model is loaded, and when, is for `model_pool.py` to say.
+It joins rooms per model. Which model is loaded, and when, is for `model_pool.py` to say. Whether the form in which a
+model's template writes calls is the one that is read and held is found out by writing one.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import llguidance
 
-from kvserve.app.call_forms import unheld_calls
 from kvserve.app.catalogue import ModelSource
 from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 from kvserve.config import DiskMode, Settings
@@ -34,6 +34,7 @@ from kvserve.output.said import GeneratedMessage, MessageReader
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import NoRow, call_row
+from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.stitch import Stitcher
@@ -284,3 +285,31 @@ def _output_format(
     parser = library_tool_parser(folder)
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
     return select_format(settings.model_family, template, added_tokens, foreign)
+
+
+# --- the form of calls -----------------------------------------------------------------------------------------------
+
+
+CALLED = ToolSpec(FUNCTION, "", {"type": "object", "properties": {ARGUMENT: {"type": "string"}}})
+
+
+def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallRow | NoRow | None) -> str | None:
+    """Why promises of calls are not kept in the form of the template, None where they are; `row` is what was derived,
+    None where a form that is read anyway stands in the template, if only in its words.
+
+    Where a template has no words for tools, the server's own name the form that is held.
+    """
+    why = row.reason if isinstance(row, NoRow) else "it does not read back"
+    if output_format.tool_forms[0].name == "foreign":
+        return f"only mlx-lm reads the form of its chat template ({why})"
+    text = template.shown_call
+    if text is None:
+        is_unknown = isinstance(row, NoRow) and template.accepts_tools
+        return f"its chat template lists tools and shows no call ({why})" if is_unknown else None
+    said = MessageReader.under(output_format, (CALLED,))(text)
+    if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
+        return f"what its chat template writes of a call is content here ({why})"
+    if said.content:
+        return f"what its chat template writes around a call is content here: {said.content!r}"
+    around = next((tag for tag in output_format.silent_tags if tag in text), None)
+    return f"its chat template writes {around} around a call, and forced calls come without" if around else None

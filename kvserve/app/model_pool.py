@@ -11,15 +11,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvserve.app.catalogue import Catalogue, Listing, ModelSource
-from kvserve.app.model_swap import KnownModel, Maker, ModelSwap, Swap
-from kvserve.core import Turn
+from kvserve.app.model_factory import ModelFactory
+from kvserve.app.model_swap import KnownModel, ModelSwap, Swap
+from kvserve.core import JsonObject, Turn
 from kvserve.core.keeping import Scope
 from kvserve.engine.engine_settings import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
+from kvserve.observe.reports import memory_body
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress
 from kvserve.requests.prompt_of_turn import without_images
 from kvserve.requests.request_facts import RunningFacts
@@ -70,10 +72,15 @@ class ModelPool:
     """The models of one server. `start` and `stop` belong to the main thread, everything else to any thread."""
 
     def __init__(
-        self, maker: Maker, callbacks: Callbacks, *, max_waiting: int, clock: Callable[[], float] = time.monotonic
+        self,
+        factory: ModelFactory,
+        callbacks: Callbacks,
+        *,
+        max_waiting: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """At most `max_waiting` requests wait for another model than the loaded one."""
-        self._maker = maker
+        self._factory = factory
         self._callbacks = callbacks
         self._max_waiting = max_waiting
         self._clock = clock
@@ -81,7 +88,7 @@ class ModelPool:
         self._catalogue: Catalogue | None = None
         self._lock = threading.Lock()
         self._describing = threading.Lock()
-        self._swap = ModelSwap(maker, clock)
+        self._swap = ModelSwap(factory, clock)
         self._tickets: list[_Ticket] = []
         self._num_entering = 0
         self._is_closing = False
@@ -133,7 +140,7 @@ class ModelPool:
         """Forget those who are meant in the records of every model, also of those that nobody asked for since the
         start."""
         with self._describing:  # whoever describes a model opens its records
-            at_rest = self._maker.forget_at_rest(scope)
+            at_rest = self._factory.forget_at_rest(scope)
         session, principal = scope.session, scope.principal
         return [*at_rest, *(each.conversations.forget(session=session, principal=principal) for each in self.known())]
 
@@ -195,7 +202,7 @@ class ModelPool:
         with self._describing:  # a tokenizer is not read twice because two requests want it
             if (known := self._known_as(source.name)) is not None:
                 return known.served
-            served = self._maker.describe(source)
+            served = self._factory.describe(source)
             with self._lock:
                 self._swap.known[source.name] = KnownModel(source, served)
             return served
@@ -340,8 +347,34 @@ def _facts(ticket: _Ticket, now: float) -> RunningFacts:
         session=ticket.turn.session.session_id,
         stage="waiting for model",
         num_prompt_tokens=ticket.num_prompt_tokens,
-        num_done_tokens=0,
-        num_cached_tokens=0,
-        num_generated_tokens=0,
         seconds=now - ticket.since,
     )
+
+
+def engine_fields(pool: ModelPoolStatus, *, default_name: str) -> JsonObject:
+    """What GET /health says of models and rows. `swapping`: another model is loading, requests wait and are served."""
+    engine = pool.engine
+    support = engine.cache_support if engine is not None else None
+    is_ready = pool.loaded is not None and engine is not None and engine.state == "ready"
+    state: str = "loading" if engine is None else engine.state
+    if not is_ready and pool.loading is not None and pool.has_served:
+        state = "swapping"
+    return {
+        "status": "ok" if is_ready else state,
+        "model": pool.loaded.name if pool.loaded is not None else pool.loading or default_name,
+        "num_running": engine.num_prefilling + engine.num_decoding if engine else 0,
+        "num_prefilling": engine.num_prefilling if engine else 0,
+        "num_decoding": engine.num_decoding if engine else 0,
+        "num_waiting": (engine.num_waiting if engine else 0) + pool.num_waiting,
+        "num_waiting_for_model": pool.num_waiting,
+        "num_swaps": pool.num_swaps,
+        "last_swap": asdict(pool.last_swap) if pool.last_swap is not None else None,
+        "active_memory_bytes": engine.active_memory_bytes if engine else 0,
+        "ram_bytes": engine.held_bytes[0] if engine else 0,
+        "disk_bytes": engine.held_bytes[1] if engine else 0,
+        "is_batched": support.can_batch if support else None,
+        "is_prefix_cached": support.can_keep if support else None,
+        "images": support.image_rule if support else None,
+        "weights": asdict(engine.digest) if engine else None,
+        "memory": memory_body(engine.memory) if engine and engine.memory is not None else None,
+    }

@@ -12,16 +12,13 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvserve.app.catalogue import ModelSource
-from kvserve.core.keeping import Scope
+from kvserve.app.model_factory import ModelFactory
 from kvserve.engine.engine_settings import EngineStatus
-from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_files import weights_stamp
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError, NotReady
-from kvserve.identity.conversations import ForgottenRecords
 from kvserve.requests.served_model import ServedModel
 
 MIN_STAY_SECONDS = 1.0
@@ -31,25 +28,6 @@ mix, at most about a third of the time is spent on loading. A model that has not
 
 RETRY_SECONDS = 60.0
 """A model that failed to load is tried again after this time, or as soon as its files change."""
-
-
-class Maker(Protocol):
-    """Who makes served models."""
-
-    def describe(self, source: ModelSource) -> ServedModel:
-        """A model without its weights; its engine has not started. Raises ModelLoadError."""
-
-    def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
-        """The same with a fresh engine."""
-
-    def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
-        """The same as its files are now; its engine has not started."""
-
-    def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
-        """The same once its engine has loaded."""
-
-    def forget_at_rest(self, scope: Scope) -> list[ForgottenRecords]:
-        """Forget those who are meant in the records of models that were not described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +81,7 @@ class Exchange:
 class ModelSwap:
     """The models that are known, the one that is loaded, and the exchange in progress. Its caller holds a lock."""
 
-    def __init__(self, maker: Maker, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, factory: ModelFactory, clock: Callable[[], float] = time.monotonic) -> None:
         self.known: dict[str, KnownModel] = {}
         self.loaded: ServedModel | None = None
         self.exchange: Exchange | None = None
@@ -111,7 +89,7 @@ class ModelSwap:
         self.stay_until = 0.0
         self.num_swaps = 0
         self.last_swap: Swap | None = None
-        self._maker = maker
+        self._factory = factory
         self._clock = clock
         self._notes: list[str] = []
 
@@ -167,7 +145,7 @@ class ModelSwap:
         exchange.old_engine = left.engine
         left.engine.stop(0)
         known = self.known[left.name]
-        known.served = self._maker.renewed(left, known.source)
+        known.served = self._factory.renewed(left, known.source)
 
     def advance(self) -> None:
         """One step further, if there is an exchange and it can go on."""
@@ -180,7 +158,7 @@ class ModelSwap:
         elif exchange.loading_since is None:
             exchange.loading_since = self._clock()
             known = self.known[exchange.target]
-            known.served = self._maker.refreshed(known.served, known.source)
+            known.served = self._factory.refreshed(known.served, known.source)
             known.served.engine.start()
         else:
             self._look_at_load(exchange)
@@ -205,7 +183,7 @@ class ModelSwap:
             return
         gc.freeze()  # what is loaded stays: the collector need not walk over it again on the engine's time
         known.failure, known.was_loaded = None, True
-        known.served = self.loaded = self._maker.completed(known.served, model)
+        known.served = self.loaded = self._factory.completed(known.served, model)
         self.exchange = None
         self.loaded_at = now = self._clock()
         load_seconds = now - (exchange.loading_since or now)
@@ -217,7 +195,7 @@ class ModelSwap:
         """The model does not load: the one before it comes back, if there was one."""
         # a new error: the one that was raised keeps the frames of the load, and what they hold
         known.failure = Failure(ModelLoadError(str(error)), self._clock(), weights_stamp(known.source.folder))
-        failed_engine, known.served = known.served.engine, self._maker.renewed(known.served, known.source)
+        failed_engine, known.served = known.served.engine, self._factory.renewed(known.served, known.source)
         self.exchange = None
         if exchange.back_to is None:
             return

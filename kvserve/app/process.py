@@ -18,8 +18,8 @@ from rich.console import Console
 from kvserve.config import Launch, load_launch
 from kvserve.errors import KvserveError, StartupError
 from kvserve.observe.terminal import Terminal
+from kvserve.proxy.generate import proxy_files
 from kvserve.proxy.ownership import refuse_foreign_holder
-from kvserve.proxy.settings import proxy_files
 from kvserve.settings.start_checks import refuse_unusable_start
 
 if TYPE_CHECKING:

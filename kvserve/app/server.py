@@ -16,35 +16,34 @@ from pathlib import Path
 from kvserve import __version__
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
 from kvserve.app.forget_owner import Forgetting
-from kvserve.app.health import engine_fields
 from kvserve.app.model_factory import ModelFactory
-from kvserve.app.model_pool import Callbacks, ModelPool
+from kvserve.app.model_pool import Callbacks, ModelPool, engine_fields
 from kvserve.app.wiring import (
     access_warnings,
     agent_store,
     catalogue_settings,
     identity_settings,
+    observability_settings,
     proxy_settings,
     remote_pictures,
     request_defaults,
     response_store,
-    seeing_settings,
     url_host,
     web_settings,
 )
 from kvserve.config import Launch
-from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
+from kvserve.core import JsonObject, TokenSequence, Turn
 from kvserve.core.keeping import Scope
 from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
+from kvserve.engine.warming import Warming
 from kvserve.errors import ModelLoadError, NotReady, RequestError
+from kvserve.observe.dashboard import Look
+from kvserve.observe.observability import Observability
 from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_body
-from kvserve.observe.requests import Seeing
-from kvserve.observe.snapshot import Look
 from kvserve.observe.terminal import BannerFacts, Terminal, size_text
-from kvserve.protocols.openai_models import ModelCard
-from kvserve.protocols.responses_store import ResponseStore
+from kvserve.protocols.model_cards import ModelCard
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.requests.agent_turns import Agents, Models
 from kvserve.requests.deferred import TurnInProgress
@@ -52,10 +51,10 @@ from kvserve.requests.serve import count_tokens, serve_turn
 from kvserve.requests.served_model import ServedModel
 from kvserve.sessions.lineage import SessionView
 from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
-from kvserve.warming.prewarming import Prewarming, prewarm
+from kvserve.warming.prewarming import prewarm
 from kvserve.warming.speculative_prefill import SpeculativePrefill
+from kvserve.web.http_server import HttpServer
 from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer
 
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""
@@ -67,7 +66,7 @@ ENGINE_STOP_SECONDS = 1.5
 
 
 class Server:
-    """One server process. Implements what `web/` needs (`Service`); `start` and `stop` belong to the main thread."""
+    """One server process. Implements what `web/` needs (`WebService`); `start` and `stop` belong to the main thread."""
 
     def __init__(self, launch: Launch, terminal: Terminal) -> None:
         self._launch = launch
@@ -76,20 +75,22 @@ class Server:
         self._started_at = time.time()
         self.is_fetching = False
         self._proxy: LitellmProxy | None = None
-        self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
-        self._seeing = Seeing(seeing_settings(self._settings, launch.disk_cache), terminal, self._look)
+        self.watchers: threading.Semaphore = threading.BoundedSemaphore(MAX_WATCHERS)
+        self.observability = Observability(
+            observability_settings(self._settings, launch.disk_cache), terminal, self._look
+        )
         self._proxy_secret = secrets.token_hex(16)
         web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
         self._server = HttpServer(web, make_router(self), terminal.error)
-        self._defaults = request_defaults(self._settings)
+        self.defaults = request_defaults(self._settings)
         self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
         self._next_turns = (
             SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
         )
-        observer = self._seeing.observer()
-        maker = ModelFactory(
+        observer = self.observability.observer()
+        factory = ModelFactory(
             settings=self._settings,
-            defaults=self._defaults,
+            defaults=self.defaults,
             identity=identity_settings(self._settings),
             observe=self._next_turns.beside(observer) if self._next_turns is not None else observer,
             report=terminal.error,
@@ -99,20 +100,20 @@ class Server:
             remote=remote_pictures(self._settings),
         )
         self._pool = ModelPool(
-            maker,
-            Callbacks(self._submit, self._seeing.refused, terminal.note),
+            factory,
+            Callbacks(self._submit, self.observability.refused, terminal.note),
             max_waiting=max(1, self._settings.max_queued_requests),
         )
-        self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
+        self.responses = response_store(self._settings, launch.disk_cache, terminal.error)
         self._forgetting = Forgetting(
             self._pool,
             self._next_turns,
-            self._responses,
-            self._seeing,
+            self.responses,
+            self.observability,
             parts_sessions=self._settings.cache_session_partitioning,
         )
         self._agent_store = agent_store(self._settings, launch.disk_cache)
-        self._agents = Agents(
+        self.agents = Agents(
             self._agent_store,
             Models(
                 begin=self._forgetting.begin,
@@ -129,7 +130,7 @@ class Server:
 
     def start(self, stopping: threading.Event) -> None:
         """Start everything; returns early once `stopping` is set. Raises StartupError."""
-        self._responses.tidy()
+        self.responses.tidy()
         self._server.bind()
         self._server.start()
         self._start_proxy()
@@ -146,7 +147,7 @@ class Server:
         """End every answer, then the proxy, the engine and what is left of the sockets; `is_told`: somebody at the
         terminal waits for it."""
         if is_told:
-            self._terminal.stopping(self._seeing.num_running + len(self._pool.waiting()))
+            self._terminal.stopping(self.observability.num_running + len(self._pool.waiting()))
         self._server.stop_accepting()
         self._server.close(STREAMS_END_SECONDS)
         if self._next_turns is not None:
@@ -154,11 +155,11 @@ class Server:
         self._pool.stop(0)
         if self._proxy is not None:
             self._proxy.stop()
-        with self._terminal.flushing() as bar:
-            self._pool.stop(ENGINE_STOP_SECONDS, bar.update)
+        with self._terminal.flushing() as tell:
+            self._pool.stop(ENGINE_STOP_SECONDS, tell)
         for known in self._pool.known():
             known.conversations.close()
-        self._responses.close()
+        self.responses.close()
         self._agent_store.close()
         if is_told:
             self._terminal.stopped(self._num_unwritten_bytes)
@@ -251,18 +252,6 @@ class Server:
 
     # --- what web/ asks -----------------------------------------------------------------------------------------------
 
-    @property
-    def defaults(self) -> RequestDefaults:
-        return self._defaults
-
-    @property
-    def agents(self) -> Agents:
-        return self._agents
-
-    @property
-    def responses(self) -> ResponseStore:
-        return self._responses
-
     def begin(self, turn: Turn) -> ServedModel:
         """A turn has been read: it is under way before its model is looked for, which may take seconds."""
         self._forgetting.begin(turn)
@@ -286,7 +275,7 @@ class Server:
         pool = self._pool.status()
         body: dict[str, object] = {
             **engine_fields(pool, default_name=self._model_name),
-            "num_agents": self._agents.num_agents,
+            "num_agents": self.agents.num_agents,
             "num_open_connections": self._server.num_open_connections,
             "proxy": self._proxy.state.status if self._proxy is not None else "off",
             "uptime_seconds": round(time.time() - self._started_at, 1),
@@ -298,27 +287,10 @@ class Server:
         """The body of GET /v1/cache. Raises NotReady."""
         served = self._pool.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
-        body = cache_body(report, totals, self._seeing.num_rejections)
+        body = cache_body(report, totals, self.observability.num_rejections)
         memory = served.engine.status.memory
         body = {**body, "memory": memory_body(memory) if memory is not None else None}
         return {**body, **image_fields(served.engine.image_report())}
-
-    def explain(self, request_id: str | None, key: str) -> JsonObject:
-        return self._seeing.explain(request_id, key)
-
-    def count_error(self, endpoint: str, status: int) -> None:
-        """An error is answered: count it, whether or not a model hears of it."""
-        self._seeing.count_error(endpoint, status)
-
-    def metrics(self) -> bytes:
-        return self._seeing.metrics()
-
-    @property
-    def watchers(self) -> threading.Semaphore:
-        return self._watchers
-
-    def dashboard(self) -> JsonObject:
-        return self._seeing.dashboard()
 
     def _look(self) -> Look:
         """How the server is at the moment, for those who watch it."""
@@ -338,7 +310,7 @@ class Server:
         for known in self._pool.known():
             known.conversations.clear()
             known.clear_memos()
-        self._seeing.clear()
+        self.observability.clear()
         if self._next_turns is not None:
             self._next_turns.clear()
         served.engine.clear_cache()
@@ -374,7 +346,7 @@ class Server:
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
         return count_tokens(self._pool.countable(turn, served), served)
 
-    def prewarm(self, turn: Turn, served: ServedModel) -> Prewarming:
+    def prewarm(self, turn: Turn, served: ServedModel) -> Warming:
         """Have what requests like this begin with computed soon; no other model is loaded for it."""
         if (loaded := self._loaded_as(served.name)) is None:
             raise NotReady(f"{served.name} is not loaded now.", retry_after_seconds=10)
@@ -384,14 +356,11 @@ class Server:
         """Submit a turn; one whose model is not loaded waits for it."""
         return self._pool.serve(turn, served)
 
-    def answered_in_words(self, turn: Turn, served: ServedModel) -> None:
-        self._seeing.answered_in_words(turn, served.name)
-
     def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn to the model that is loaded; one that is refused has its line in the terminal too."""
-        self._responses.tidy()
+        self.responses.tidy()
         try:
             return serve_turn(turn, served)
         except RequestError as error:
-            self._seeing.refused(turn, served.name, error)
+            self.observability.refused(turn, served.name, error)
             raise

@@ -14,15 +14,15 @@ from kvserve.engine.memory_plan import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.identity.recognise import IdentitySettings
-from kvserve.observe.requests import SeeingSettings
+from kvserve.observe.observability import ObservabilitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.access import is_loopback
-from kvserve.proxy.settings import ProxySettings
+from kvserve.proxy.generate import ProxySettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.settings.kinds import aliases_in
-from kvserve.settings.rules import policies_in
+from kvserve.settings.rule_policies import policies_in
 from kvserve.settings.start_checks import model_folders
 from kvserve.web.settings import WebSettings
 
@@ -181,9 +181,9 @@ def remote_pictures(settings: Settings) -> RemotePictures | None:
     return RemotePictures(settings.image_hosts, limits) if settings.image_hosts else None
 
 
-def seeing_settings(settings: Settings, disk_cache: DiskMode = "on") -> SeeingSettings:
+def observability_settings(settings: Settings, disk_cache: DiskMode = "on") -> ObservabilitySettings:
     """A trace is a prompt on disk: without a disk cache there is none."""
-    return SeeingSettings(
+    return ObservabilitySettings(
         log_root=settings.log_root,
         writes_traces=settings.enable_request_logging and disk_cache == "on",
         num_trace_days=settings.log_keep_days,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvserve.core import Role
-from kvserve.settings.rules import Policy
+from kvserve.settings.rule_policies import Policy
 
 Scope = Literal["message", "text", "line", "field", "tools", "wire"]
 """Where a rule applies.
@@ -55,7 +55,7 @@ class Rule:
     """One row: what is normalised where, what the model reads instead, and why.
 
     `drops`: a message that consists of the form has no identity. `is_personal` False: telemetry without a person's
-    words, so that the first value sent may be in every client's prompt. `settings/rules.py` has the policies that an
+    words, so that the first value sent may be in every client's prompt. `rule_policies.py` has the policies that an
     operator may set.
     """
 

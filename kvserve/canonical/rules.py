@@ -1,6 +1,7 @@
 """The table of canonical rules: rules about text are in `text_rules.py`, rules about messages' structure here.
 
-A new rule is one row, here or there, its line in `settings/rules.py` and one recorded pair in tests/canonical/pairs/.
+A new rule is one row, here or there, its line in `settings/rule_policies.py` and one recorded pair in
+tests/canonical/pairs/.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Final, cast
 from kvserve.canonical.rule import Rule, RuleSet
 from kvserve.canonical.text_rules import TEXT_RULES
 from kvserve.core import Role
-from kvserve.settings.rules import Policy, check_policies
+from kvserve.settings.rule_policies import Policy, check_policies
 
 _ASSISTANT: Final[frozenset[Role]] = frozenset({"assistant"})
 _ANY: Final[frozenset[Role]] = frozenset({"system", "user", "assistant", "tool"})

@@ -19,7 +19,6 @@ from kvserve.core.answers import (
     Usage,
     Waiting,
 )
-from kvserve.core.calls import CallParts, CallRow, CallSlot
 from kvserve.core.generation import (
     Awaiting,
     GenerationDone,
@@ -39,9 +38,11 @@ from kvserve.core.generation import (
     TokenSequence,
     Written,
 )
-from kvserve.core.images import ImageFacts, ImageInput, ImageSpan, ImageWords, MeasuredImage
 from kvserve.core.messages import (
     Block,
+    CallParts,
+    CallRow,
+    CallSlot,
     ImageBlock,
     JsonObject,
     Message,
@@ -67,6 +68,11 @@ from kvserve.core.principals import (
     principal_digest,
 )
 from kvserve.core.requests import (
+    ImageFacts,
+    ImageInput,
+    ImageSpan,
+    ImageWords,
+    MeasuredImage,
     RequestDefaults,
     RequestId,
     ResponseFormat,

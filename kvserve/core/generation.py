@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvserve.core.images import ImageInput, ImageSpan
 from kvserve.core.messages import Message
-from kvserve.core.requests import RequestId, SamplingParams
+from kvserve.core.requests import ImageInput, ImageSpan, RequestId, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

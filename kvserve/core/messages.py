@@ -1,9 +1,11 @@
-"""A conversation: a tuple of messages, each a tuple of ordered blocks, and the tools that can be called in it. A block
-is compared and hashed with all that the model reads of it; it knows no wire form and no template."""
+"""A conversation: a tuple of messages, each a tuple of ordered blocks, the tools that can be called in it, and how a
+template writes calls. A block is compared and hashed with all that the model reads of it; it knows no wire form and no
+template."""
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 type JsonObject = Mapping[str, object]
@@ -89,6 +91,16 @@ class Message:
     blocks: tuple[Block, ...]
     name: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Its text blocks, joined."""
+        return "".join(block.text for block in self.blocks if isinstance(block, TextBlock))
+
+    @property
+    def calls(self) -> list[ToolCallBlock]:
+        """Its calls, in order."""
+        return [block for block in self.blocks if isinstance(block, ToolCallBlock)]
+
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
@@ -133,3 +145,33 @@ def tool_blocks(messages: Iterable[Message]) -> list[ToolBlock]:
         for inner in (block.blocks if isinstance(block, ToolResultBlock) else (block,))
         if isinstance(inner, ToolBlock)
     ]
+
+
+# --- how a template writes calls -------------------------------------------------------------------------------------
+
+
+class CallSlot(Enum):
+    """What stands at a place of a written call and is another in each: its id, or its number."""
+
+    ID = "id"
+    NUMBER = "number"
+
+
+type CallParts = tuple[str | CallSlot, ...]
+"""Text that is always the same, and slots, in the order in which they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """How a template writes the calls of a message, where a call's arguments are one JSON object:
+
+        opening NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* closing
+
+    `between` None: it writes one call in a message. `has_short_ids`: it takes ids of nine letters and digits only.
+    """
+
+    opening: CallParts
+    middle: CallParts
+    between: CallParts | None
+    closing: CallParts
+    has_short_ids: bool = False

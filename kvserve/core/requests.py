@@ -1,13 +1,65 @@
-"""One request for one answer, whichever protocol it came in: messages, tools, sampling and what else it asks for. It
-knows no wire form and nothing of models."""
+"""One request for one answer, whichever protocol it came in: messages, tools, sampling, images and what else it asks
+for; what stands for an image, and how the vision tower's input is made when it is needed. It knows no wire form, no
+array and nothing of models."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
-from kvserve.core.images import ImageInput
 from kvserve.core.keeping import Keeping
 from kvserve.core.messages import JsonObject, Message, ToolSpec
 from kvserve.core.principals import SessionHint
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """The half-open run `[start, end)` of placeholder ids that stands for the image with this content digest."""
+
+    start: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What a prompt says for one image: `ids` stand in its place.
+
+    `digest` is that of its pixels and the processor's settings. `grid` counts (frames, rows, columns) of its tokens
+    in families whose positions follow them, else None.
+    """
+
+    digest: str
+    ids: tuple[int, ...]
+    grid: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageWords:
+    """What a model's prompt says around an image: text before and behind its run of ids.
+
+    `guarded` are the tokens that only an image may bring in, not a client who writes them out.
+    """
+
+    head: str
+    tail: str
+    guarded: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredImage:
+    """What a model's processor makes of a picture: its facts, and the vision tower's input by name."""
+
+    facts: ImageFacts
+    tower_input: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image of a request. `load` makes the vision tower's input by name; it is asked only where that is needed."""
+
+    facts: ImageFacts
+    load: Callable[[], Mapping[str, object]]
+
 
 RequestId = NewType("RequestId", str)
 

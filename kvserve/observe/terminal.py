@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
@@ -42,16 +43,8 @@ class BannerFacts:
     disk: str | None = None
 
 
-class LoadingBar:
-    """Progress of one load, for the block of `Terminal.loading`."""
-
-    def __init__(self, bars: Bars, key: str) -> None:
-        self._bars = bars
-        self._key = key
-
-    def update(self, num_done_bytes: int, num_total_bytes: int) -> None:
-        """Say how many bytes of the weights are there."""
-        self._bars.update(self._key, num_done_bytes, num_total_bytes)
+type TellBytes = Callable[[int, int], None]
+"""Takes how many bytes are done, and of how many."""
 
 
 class Terminal:
@@ -81,27 +74,27 @@ class Terminal:
             self._write(line, "bold" if line.startswith("kvserve ") else "yellow" if line.startswith("!") else "")
 
     @contextmanager
-    def loading(self, model_name: str) -> Iterator[LoadingBar]:
-        """Show that a model loads, for the length of the block; without `update` calls the bar only moves."""
+    def loading(self, model_name: str) -> Iterator[TellBytes]:
+        """Show that a model loads, for the length of the block; until it is told of bytes the bar only moves."""
         key = f"loading {model_name}"
         started = self._monotonic()
         outcome = "failed"
         self._guard(lambda: self._bars.start(key, printable(key), "bytes"))
         self._guard(lambda: self._bars.update(key, 0, None))
         try:
-            yield LoadingBar(self._bars, key)
+            yield partial(self._bars.update, key)
             outcome = "done"
         finally:
             self._guard(lambda: self._bars.finish(key))
             self._write(f"{key}: {outcome} after {self._monotonic() - started:.1f} s")
 
     @contextmanager
-    def flushing(self) -> Iterator[LoadingBar]:
-        """Show what is written to disk for the length of the block, from the first `update` on."""
+    def flushing(self) -> Iterator[TellBytes]:
+        """Show what is written to disk for the length of the block, from the first bytes that it is told of on."""
         key = "writing KV to disk"
         self._guard(lambda: self._bars.start(key, key, "bytes"))
         try:
-            yield LoadingBar(self._bars, key)
+            yield partial(self._bars.update, key)
         finally:
             self._guard(lambda: self._bars.finish(key))
 

@@ -1,16 +1,29 @@
 """Trace files, one per session of a principal and day, for the person who asks afterwards what happened. It knows names
 and bytes of files, never what an event means; a trace that cannot be written costs a request nothing.
 
-    <root>/2026-11-21/cache-session-<label>.log        the newest events (one line each, see log.py)
+    <root>/2026-11-21/cache-session-<label>.log        the newest events, one line each
     <root>/2026-11-21/cache-session-<label>.1.log      before them, and so on up to `num_older_files`
 
-A label is a session's, with `@` and a hash of the principal's name behind it where the principal is somebody.
+    turn time="2026-11-21T12:31:07.123+01:00" request_id="a1b2c3" num_prompt_tokens=10432 stream=true
 
-Files are 0600, the day's folder 0700. No file is kept open between two events.
+A label is a session's, with `@` and a hash of the principal's name behind it where the principal is somebody. Files are
+0600, the day's folder 0700. No file is kept open between two events.
+
+A line is the event's name, then ` key=value` for each field; every value is JSON without spaces around it. Whatever is
+not printable is escaped, so that an event is one line and harmless in a terminal. A script reads a line in six of its
+own:
+
+    name, _, rest = line.rstrip("\n").partition(" ")
+    fields = {}
+    while rest:
+        key, _, rest = rest.partition("=")
+        fields[key], end = json.JSONDecoder().raw_decode(rest)
+        rest = rest[end + 1 :]
 """
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import threading
@@ -21,7 +34,28 @@ from pathlib import Path
 
 from kvserve.core import NOBODY
 from kvserve.core.keeping import Scope
-from kvserve.observe.log import Event, format_line
+
+NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+def format_line(event: str, /, **fields: object) -> str:
+    """An event as one printable line without its newline; values that JSON cannot say are written as text. Raises
+    ValueError where its name or a key is not lower case letters, digits and underscores."""
+    for word in (event, *fields):
+        if not NAME.match(word):
+            raise ValueError(f"{word!r} cannot name an event or a field")
+    return " ".join([event, *(f"{key}={_json(value)}" for key, value in fields.items())])
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return text if text.isprintable() else "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    # Only strings hold such characters, and there JSON knows this escape (in pairs beyond the basic plane).
+    return json.dumps(char)[1:-1] if char != "\x7f" else "\\u007f"
+
 
 LABEL_CHARACTERS = 24
 SHORT_FIELD_BYTES = 1024
@@ -72,7 +106,7 @@ class TraceLog:
         off.
 
         Changes files only. A failed write loses the event and is reported once per kind. Raises ValueError for a name
-        that log.py refuses, nothing else.
+        that no line may have, nothing else.
         """
         if not self._enabled:
             return
@@ -112,12 +146,12 @@ class TraceLog:
         return num_files
 
     def _line(self, event: str, fields: dict[str, object]) -> bytes:
-        line = format_line(Event(event, **fields)).encode() + b"\n"
+        line = format_line(event, **fields).encode() + b"\n"
         if len(line) <= self._limits.max_line_bytes:
             return line
         short = {key: value for key, value in fields.items() if _json_bytes(value) <= SHORT_FIELD_BYTES}
         dropped = [key for key in fields if key not in short]
-        return format_line(Event(event, **short, too_long=dropped)).encode() + b"\n"
+        return format_line(event, **short, too_long=dropped).encode() + b"\n"
 
     def _append(self, path: Path, line: bytes) -> None:
         if path.parent != self._day:
@@ -204,7 +238,7 @@ def _is_day(path: Path) -> bool:
 
 
 def _json_bytes(value: object) -> int:
-    return len(format_line(Event("field", value=value)).encode())
+    return len(format_line("field", value=value).encode())
 
 
 def _append_line(path: Path, line: bytes) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kvserve.core import (
+    Answer,
     AnswerEvent,
     Finished,
     ImageBlock,
@@ -17,12 +18,12 @@ from kvserve.core import (
     RequestId,
     TextBlock,
     ThinkingBlock,
-    ToolCallBlock,
     ToolResultBlock,
 )
-from kvserve.errors import BadRequest, RequestError
+from kvserve.core.agent_nouns import Agent, NewAgent
+from kvserve.errors import BadRequest
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, Fields, flag, integer, mistyped, text
-from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, parse_chat
+from kvserve.protocols.openai_chat import ChatEncoder, ChatRequest, parse_chat
 from kvserve.protocols.openai_messages import PLAIN_PARTS, content_reader
 
 PROTOCOL = "agents"
@@ -35,27 +36,17 @@ _SYSTEM_FIELDS = ("system_prompt", "system")
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CreateRequest:
-    """A parsed body of POST /v1/agents; a field that is missing is None."""
-
-    agent_id: str | None
-    model: str | None
-    system_prompt: str | None
-    max_context: int | None
-    persist: bool
-
-
-def parse_create(body: JsonObject) -> CreateRequest:
-    """Raises BadRequest naming the field, also where the system prompt is given under both of its names."""
+def parse_create(body: JsonObject) -> NewAgent:
+    """The body of POST /v1/agents. Raises BadRequest naming the field, also where the system prompt is given under both
+    of its names."""
     fields = Fields(body)
     persist = fields.optional("persist", flag)
-    return CreateRequest(
-        agent_id=fields.optional("agent_id", _read_agent_id),
+    return NewAgent(
+        agent_id=fields.optional("agent_id", _read_agent_id) or "",
         model=fields.optional("model", text) or None,
         system_prompt=_read_system(fields),
         max_context=fields.optional("max_context", integer(MIN_CONTEXT_TOKENS, MAX_TOKEN_COUNT)),
-        persist=persist is not False,
+        is_persistent=persist is not False,
     )
 
 
@@ -104,30 +95,22 @@ _read_content = content_reader(PLAIN_PARTS)
 
 @dataclass(frozen=True, slots=True)
 class AgentCard:
-    """An agent as clients see it. Times are seconds since the epoch; `status`: its KV is in RAM (hot), on disk (warm),
-    or only its history is kept (cold)."""
+    """An agent as clients see it, with the name of its model; `status`: its KV is in RAM (hot), on disk (warm), or only
+    its history is kept (cold)."""
 
-    agent_id: str
+    agent: Agent
     model: str
     status: str
-    num_context_tokens: int
-    created_at: float
-    last_accessed: float
-    system_prompt: str | None
-    max_context: int | None
-    persist: bool
-    num_turns: int
-    num_dropped_turns: int
 
 
 def encode_listed(card: AgentCard) -> dict[str, object]:
     """An agent in the list."""
     return {
-        "agent_id": card.agent_id,
+        "agent_id": card.agent.agent_id,
         "model": card.model,
         "status": card.status,
-        "context_tokens": card.num_context_tokens,
-        "last_accessed": iso_time(card.last_accessed),
+        "context_tokens": len(card.agent.context),
+        "last_accessed": iso_time(card.agent.last_accessed),
     }
 
 
@@ -138,14 +121,15 @@ def encode_list(cards: Sequence[AgentCard]) -> dict[str, object]:
 
 def encode_agent(card: AgentCard, history: Sequence[Message] | None = None) -> dict[str, object]:
     """The body of POST /v1/agents and, with the whole history, of GET /v1/agents/{agent_id}."""
+    agent = card.agent
     body = {
         **encode_listed(card),
-        "system_prompt": card.system_prompt,
-        "max_context": card.max_context,
-        "persist": card.persist,
-        "created_at": iso_time(card.created_at),
-        "num_turns": card.num_turns,
-        "num_dropped_turns": card.num_dropped_turns,
+        "system_prompt": agent.system_prompt,
+        "max_context": agent.max_context,
+        "persist": agent.is_persistent,
+        "created_at": iso_time(agent.created_at),
+        "num_turns": agent.num_turns,
+        "num_dropped_turns": agent.first_turn,
     }
     return body if history is None else {**body, "messages": [encode_message(message) for message in history]}
 
@@ -168,11 +152,10 @@ def encode_message(message: Message) -> dict[str, object]:
     thinking = "".join(block.text for block in message.blocks if isinstance(block, ThinkingBlock))
     if thinking:
         body["reasoning_content"] = thinking
-    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if calls:
+    if message.calls:
         body["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
+            for call in message.calls
         ]
     results = [block for block in message.blocks if isinstance(block, ToolResultBlock)]
     if results:
@@ -223,24 +206,21 @@ def encode_note(note: AgentNote) -> dict[str, object]:
     }
 
 
-class AgentStreamEncoder:
-    """The chunks of a chat; the one with the finish reason has `agent` too."""
+class AgentEncoder:
+    """The chunks of a chat, or its whole body; what has the finish reason has `agent` too."""
 
-    def __init__(self, chat: ChatStreamEncoder, note: Callable[[], AgentNote]) -> None:
+    def __init__(self, chat: ChatEncoder, note: Callable[[], AgentNote]) -> None:
         self._chat = chat
         self._note = note
-
-    def role_chunk(self) -> dict[str, object]:
-        return self._chat.role_chunk()
-
-    def keep_alive(self) -> dict[str, object]:
-        return self._chat.keep_alive()
-
-    def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        return self._chat.error_chunk(error)
+        self.role_chunk = chat.role_chunk
+        self.keep_alive = chat.keep_alive
+        self.error_chunk = chat.error_chunk
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         chunks = self._chat.encode(event)
         if isinstance(event, Finished):
             chunks[0] = {**chunks[0], "agent": encode_note(self._note())}
         return chunks
+
+    def encode_whole(self, answer: Answer) -> dict[str, object]:
+        return {**self._chat.encode_whole(answer), "agent": encode_note(self._note())}

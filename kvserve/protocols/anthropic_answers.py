@@ -22,9 +22,8 @@ from kvserve.core import (
     ToolCallStart,
     Waiting,
 )
-from kvserve.errors import RequestError
-from kvserve.protocols.anthropic_errors import encode_error
-from kvserve.protocols.anthropic_signature import sign
+from kvserve.protocols.error_bodies import encode_anthropic_error
+from kvserve.protocols.sealed_thinking import sign
 
 type Event = dict[str, object]
 
@@ -88,9 +87,8 @@ class MessageStreamEncoder:
         """A ping; `message_start` if nothing was sent yet."""
         return {"type": "ping"} if self._is_started else self._start(0)[0]
 
-    def error_chunk(self, error: RequestError) -> Event:
-        """The last event of a stream that failed after it began."""
-        return encode_error(error)
+    error_chunk = staticmethod(encode_anthropic_error)
+    """The last event of a stream that failed after it began."""
 
     def encode(self, event: AnswerEvent) -> list[Event]:
         """The wire's events for `event`; none while waiting."""

@@ -21,8 +21,7 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.anthropic_signature import signed_text
-from kvserve.protocols.anthropic_tool_blocks import (
+from kvserve.protocols.anthropic_tools import (
     read_compaction,
     read_tool_addition,
     read_tool_reference,
@@ -42,6 +41,7 @@ from kvserve.protocols.fields import (
     word,
 )
 from kvserve.protocols.placeholders import NOT_READ, words, words_of_unknown
+from kvserve.protocols.sealed_thinking import signed_text
 from kvserve.protocols.thinking import LEVELS
 
 type PlainBlock = TextBlock | ImageBlock | ToolBlock

@@ -23,7 +23,6 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_content import read_effort, read_messages, read_system, wire_blocks
-from kvserve.protocols.anthropic_tool_blocks import with_definitions
 from kvserve.protocols.anthropic_tools import (
     SentTools,
     field_names,
@@ -31,10 +30,11 @@ from kvserve.protocols.anthropic_tools import (
     read_tool_choice,
     read_tools,
     wants_only_unserved,
+    with_definitions,
 )
-from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
+    FieldNames,
     Fields,
     Reader,
     decode_body,
@@ -47,10 +47,10 @@ from kvserve.protocols.fields import (
     word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
+from kvserve.protocols.placeholders import unserved_words
 from kvserve.protocols.sampling_fields import read_sampling, read_stop_strings, refuse_unsupported
 from kvserve.protocols.session import read_session, read_ttl
 from kvserve.protocols.thinking import read_thinking
-from kvserve.protocols.unserved import unserved_words
 
 PROTOCOL = "anthropic_messages"
 

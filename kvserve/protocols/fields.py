@@ -1,4 +1,5 @@
-"""Reads typed values from a body's bytes; each error names its field. This file knows JSON, not what a field means.
+"""Reads typed values from a body's bytes; each error names its field, also one that is raised behind the protocols.
+This file knows JSON, not what a field means.
 
 A reader is a function of (value, path) that returns the typed value or raises `BadRequest` with that path as `param`,
 written as `messages[3].content[0].text`. JSON null equals a missing key.
@@ -7,11 +8,13 @@ written as `messages[3].content[0].text`. JSON null equals a missing key.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from kvserve.core import JsonObject
-from kvserve.errors import BadRequest
+from kvserve.errors import BadRequest, RequestError
 
 type Reader[T] = Callable[[object, str], T]
 
@@ -99,13 +102,14 @@ def _finite_float(digits: str) -> float:
 def _check_nesting(value: object) -> None:
     level = [value]
     for _ in range(MAX_NESTING):
-        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
+        level = [child for parent in level for child in children(parent) if isinstance(child, dict | list)]
         if not level:
             return
     raise _too_deep()
 
 
-def _children(value: object) -> Iterator[object]:
+def children(value: object) -> Iterator[object]:
+    """The values in an object or array; none in any other value."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list):
@@ -250,12 +254,17 @@ def mapping(value: object, path: str) -> Fields:
 
 def single_keys(value: object, path: str) -> Fields:
     """A JSON object without equal keys in it: of two values one would be lost."""
+    refuse_equal_keys(value, path)
+    return mapping(value, path)
+
+
+def refuse_equal_keys(value: object, path: str) -> None:
+    """Raises BadRequest where an object in `value` names a key twice."""
     level = [value]
     while level:
         if any(isinstance(child, EqualKeys) for child in level):
             raise BadRequest(f"{path}: a key is named twice in one object; give each key once.", param=path)
-        level = [child for parent in level for child in _children(parent)]
-    return mapping(value, path)
+        level = [child for parent in level for child in children(parent)]
 
 
 def word(*words: str) -> Reader[str]:
@@ -305,3 +314,49 @@ def list_of[T](reader: Reader[T]) -> Reader[list[T]]:
         return [reader(item, f"{path}[{index}]") for index, item in enumerate(value)]
 
     return read
+
+
+def page_limit(query: Mapping[str, str], usual: int, most: int) -> int:
+    """The number of entries that a query asks for, from 1 to `most`. Raises BadRequest."""
+    said = query.get("limit", str(usual))
+    if not (said.isascii() and said.isdigit() and len(said) < 9 and 1 <= int(said) <= most):
+        raise BadRequest(f"limit: expected an integer from 1 to {most}.", param="limit")
+    return int(said)
+
+
+# --- names of fields in later errors ---------------------------------------------------------------------------------
+#
+# A schema that no grammar can enforce, or a prompt that is too long, is found in code that does not know the protocol:
+# there fields have chat/completions' names.
+
+
+_SCHEMA = "response_format.json_schema.schema"
+_PARAMETERS = re.compile(r"tools\[([0-9]+)\]\.function\.parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """A request's own names of its messages, of its content's schema, and of the schema of each tool of its turn."""
+
+    messages: str = "messages"
+    schema: str = _SCHEMA
+    parameters: Sequence[str] = ()
+
+    @contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Gives a passing RequestError the client's name of its field."""
+        try:
+            yield
+        except RequestError as error:
+            name = self._name_of(error.param or "")
+            if error.param is not None and name is not None:
+                error.message, error.param = error.message.replace(error.param, name), name
+            raise
+
+    def _name_of(self, param: str) -> str | None:
+        if param == "messages":
+            return self.messages
+        if param == _SCHEMA:
+            return self.schema
+        tool = _PARAMETERS.fullmatch(param)
+        return self.parameters[int(tool[1])] if tool is not None and int(tool[1]) < len(self.parameters) else None

@@ -23,13 +23,13 @@ from kvserve.core import (
     ToolCallPiece,
     ToolCallStart,
     Turn,
+    Usage,
     Waiting,
 )
-from kvserve.errors import BadRequest, RequestError
-from kvserve.protocols.field_names import FieldNames
-from kvserve.protocols.fields import flag, places, text, with_extra_body
+from kvserve.errors import BadRequest
+from kvserve.protocols.error_bodies import encode_openai_error
+from kvserve.protocols.fields import FieldNames, flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
-from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_messages import read_messages, read_prediction
 from kvserve.protocols.openai_tools import (
     field_names,
@@ -38,7 +38,6 @@ from kvserve.protocols.openai_tools import (
     read_tool_choice,
     read_tools,
 )
-from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
@@ -135,8 +134,9 @@ def chat_id(request_id: RequestId) -> str:
     return f"chatcmpl-{request_id}"
 
 
-class ChatStreamEncoder:
-    """Turns the events of one answer into chunks, in order. It remembers only how many calls it has sent."""
+class ChatEncoder:
+    """Turns the events of one answer into chunks, in order, or the whole answer into one message. It remembers only how
+    many calls it has sent."""
 
     def __init__(
         self,
@@ -170,9 +170,8 @@ class ChatStreamEncoder:
         """
         return self._chunk({"reasoning_content": ""})
 
-    def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        """The last event of a stream that failed after it began: the error's body, which clients raise."""
-        return encode_error(error)
+    error_chunk = staticmethod(encode_openai_error)
+    """The last event of a stream that failed after it began: the error's body, which clients raise."""
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         """The chunks for `event`: none while waiting, two for the end if the client asked for usage."""
@@ -195,6 +194,25 @@ class ChatStreamEncoder:
                 end = self._chunk({}, _finish_reason(reason, uses_functions=self._uses_functions))
                 return [end, *([usage_chunk] if self._include_usage else [])]
 
+    def encode_whole(self, answer: Answer) -> dict[str, object]:
+        """The body of an answer that is not streamed: its message equals the joined chunks."""
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": None if answer.calls and not answer.content else answer.content,
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls and self._uses_functions:
+            message["function_call"] = _encode_function(answer.calls[0])
+        elif answer.calls:
+            message["tool_calls"] = [_encode_call(call) for call in answer.calls]
+        logprobs = chat_logprobs(answer.tokens) if self._with_logprobs else None
+        finish_reason = _finish_reason(answer.finished.reason, uses_functions=self._uses_functions)
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = encode_usage(answer.finished.usage)
+        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage}
+
     def _call_chunk(self, function: JsonObject, **head: str) -> dict[str, object]:
         """A piece of the current call."""
         if self._uses_functions:
@@ -213,40 +231,6 @@ class ChatStreamEncoder:
         return {**self._head, "choices": [choice], **({"usage": None} if self._include_usage else {})}
 
 
-def encode_answer(
-    answer: Answer,
-    request_id: RequestId,
-    model: str,
-    created: int,
-    *,
-    with_logprobs: bool = False,
-    uses_functions: bool = False,
-) -> dict[str, object]:
-    """The body of an answer that is not streamed: its message equals the joined chunks."""
-    message: dict[str, object] = {
-        "role": "assistant",
-        "content": None if answer.calls and not answer.content else answer.content,
-        "refusal": None,
-    }
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls and uses_functions:
-        message["function_call"] = _encode_function(answer.calls[0])
-    elif answer.calls:
-        message["tool_calls"] = [_encode_call(call) for call in answer.calls]
-    logprobs = chat_logprobs(answer.tokens) if with_logprobs else None
-    finish_reason = _finish_reason(answer.finished.reason, uses_functions=uses_functions)
-    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-    return {
-        "id": chat_id(request_id),
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [choice],
-        "usage": encode_usage(answer.finished.usage),
-    }
-
-
 def _encode_call(call: ToolCallBlock) -> dict[str, object]:
     return {"id": call.call_id, "type": "function", "function": _encode_function(call)}
 
@@ -257,3 +241,25 @@ def _encode_function(call: ToolCallBlock) -> dict[str, object]:
 
 def _finish_reason(reason: FinishReason, *, uses_functions: bool) -> str:
     return "function_call" if uses_functions and reason == "tool_calls" else reason
+
+
+# --- usage -----------------------------------------------------------------------------------------------------------
+
+
+def encode_usage(usage: Usage) -> dict[str, object]:
+    """Prompt tokens include cached and written tokens, completion tokens include reasoning tokens. Predictions are not
+    used, so both of their counts are 0."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_written_tokens,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }

@@ -19,13 +19,21 @@ from kvserve.core import (
     Turn,
     Waiting,
 )
-from kvserve.errors import BadRequest, RequestError
-from kvserve.protocols.field_names import FieldNames
-from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
+from kvserve.errors import BadRequest
+from kvserve.protocols.error_bodies import encode_openai_error
+from kvserve.protocols.fields import (
+    MAX_TOKEN_COUNT,
+    FieldNames,
+    filled_text,
+    integer,
+    list_of,
+    mistyped,
+    text,
+    with_extra_body,
+)
 from kvserve.protocols.logprobs import completion_logprobs, read_completion_logprobs
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.openai_chat import encode_usage
 from kvserve.protocols.openai_tools import content_names, read_response_format
-from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
@@ -111,13 +119,18 @@ def completion_id(request_id: RequestId) -> str:
     return f"cmpl-{request_id}"
 
 
-class CompletionStreamEncoder:
-    """Turns the events of one completion into chunks, in order."""
+class CompletionEncoder:
+    """Turns the events of one completion into chunks, in order, or the whole completion into one body."""
 
     def __init__(
         self, request_id: RequestId, model: str, created: int, include_usage: bool, *, with_logprobs: bool = False
     ) -> None:
-        self._head = _head(request_id, model, created)
+        self._head = {
+            "id": completion_id(request_id),
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
         self._include_usage = include_usage
         self._with_logprobs = with_logprobs
 
@@ -125,9 +138,8 @@ class CompletionStreamEncoder:
         """An empty chunk for clients and proxies that give up on silence."""
         return self._chunk("")
 
-    def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        """The last event of a stream that failed after it began: the error's body, which clients raise."""
-        return encode_error(error)
+    error_chunk = staticmethod(encode_openai_error)
+    """The last event of a stream that failed after it began: the error's body, which clients raise."""
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
         """The chunks for `event`. Raises TypeError for reasoning and calls: a completion has neither."""
@@ -141,25 +153,19 @@ class CompletionStreamEncoder:
                 return [self._chunk("", reason), *([usage_chunk] if self._include_usage else [])]
         raise TypeError(f"a completion has no {type(event).__name__}")
 
+    def encode_whole(self, answer: Answer) -> dict[str, object]:
+        """The body of a completion that is not streamed. Raises TypeError for reasoning or calls."""
+        if answer.reasoning or answer.calls:
+            raise TypeError("a completion has neither reasoning nor calls")
+        tokens = answer.tokens if self._with_logprobs else None
+        choice = _encode_choice(answer.content, answer.finished.reason, tokens)
+        return {**self._head, "choices": [choice], "usage": encode_usage(answer.finished.usage)}
+
     def _chunk(
         self, text: str, finish_reason: FinishReason | None = None, tokens: Sequence[ContentToken] | None = None
     ) -> dict[str, object]:
         body = {**self._head, "choices": [_encode_choice(text, finish_reason, tokens)]}
         return {**body, "usage": None} if self._include_usage else body
-
-
-def encode_completion(
-    answer: Answer, request_id: RequestId, model: str, created: int, *, with_logprobs: bool = False
-) -> dict[str, object]:
-    """The body of a completion that is not streamed. Raises TypeError for reasoning or calls."""
-    if answer.reasoning or answer.calls:
-        raise TypeError("a completion has neither reasoning nor calls")
-    choice = _encode_choice(answer.content, answer.finished.reason, answer.tokens if with_logprobs else None)
-    return {**_head(request_id, model, created), "choices": [choice], "usage": encode_usage(answer.finished.usage)}
-
-
-def _head(request_id: RequestId, model: str, created: int) -> dict[str, object]:
-    return {"id": completion_id(request_id), "object": "text_completion", "created": created, "model": model}
 
 
 def _encode_choice(

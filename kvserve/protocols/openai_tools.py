@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from kvserve.core import JsonObject, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.protocols.field_names import FieldNames
-from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
+from kvserve.protocols.fields import FieldNames, Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
 
 _TOOL_NAME = re.compile(r"""[^\s<>{}"'`]{1,128}""")
@@ -117,14 +116,15 @@ def content_names(fields: Fields) -> FieldNames:
 
 def read_response_format(fields: Fields) -> ResponseFormat:
     """`response_format`: text, json_object or json_schema. Raises BadRequest."""
-    said = fields.optional("response_format", mapping)
-    if said is None:
-        return ResponseFormat()
-    match said.required("type", word("text", "json_object", "json_schema")):
-        case "json_schema":
-            form = said.required("json_schema", mapping)
-            strict = form.optional("strict", flag) or False
-            return ResponseFormat("json_schema", form.required("schema", read_schema), strict)
-        case "json_object":
-            return ResponseFormat("json_object")
-    return ResponseFormat()
+    return read_format(fields.optional("response_format", mapping))
+
+
+def read_format(said: Fields | None, *, is_flat: bool = False) -> ResponseFormat:
+    """An object that names a format; its schema is in the object `json_schema` of it or, where it `is_flat`, beside its
+    type. Raises BadRequest."""
+    kind = said.required("type", word("text", "json_object", "json_schema")) if said is not None else "text"
+    if said is None or kind != "json_schema":
+        return ResponseFormat("json_object" if kind == "json_object" else "text")
+    form = said if is_flat else said.required("json_schema", mapping)
+    strict = form.optional("strict", flag) or False
+    return ResponseFormat("json_schema", form.required("schema", read_schema), strict)

@@ -1,4 +1,5 @@
-"""Puts into words what the model cannot read and what another server did: a client cannot repair such a transcript.
+"""Puts into words what the model cannot read and what another server did: a client cannot repair such a transcript. The
+whole answer is words if a request needs a tool that only the provider's servers run.
 
 Everything readable is kept: queries, addresses, code and the text of results follow a heading that names the block.
 Ids, sealed fields and bytes are left out, so a block has the same words in every request that repeats it.
@@ -8,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvserve.core import JsonObject
+from kvserve.core import AnswerEvent, ContentDelta, Finished, JsonObject, Usage
 from kvserve.protocols.fields import Fields, mistyped
 
 BY_ANOTHER_SERVER = "done by another server"
@@ -121,3 +122,21 @@ def _is_bytes(text: str) -> bool:
         and all(map(_BASE64_LINE.fullmatch, (*lines, last)))
         and all(re.search(kind, text) for kind in _BASE64_KINDS)
     )
+
+
+# --- answers without a model -----------------------------------------------------------------------------------------
+
+
+def unserved_words(names: Sequence[str]) -> str:
+    """The answer's text."""
+    tools = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+    return (
+        f"This server cannot run the tool {tools}: it runs a model on this machine and no tools. Nothing was searched, "
+        "fetched or executed. Go on without it."
+    )
+
+
+def answer_in_words(words: str) -> Iterator[AnswerEvent]:
+    """The events of an answer without a model: it read and wrote no token."""
+    yield ContentDelta(words)
+    yield Finished("stop", Usage(0, 0, 0))

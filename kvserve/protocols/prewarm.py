@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvserve.core import JsonObject, RequestDefaults, RequestId, Turn
 from kvserve.errors import BadRequest
 from kvserve.protocols import anthropic_messages, openai_chat
-from kvserve.protocols.anthropic_models import VERSION_HEADER
+from kvserve.protocols.model_cards import VERSION_HEADER
 from kvserve.protocols.session import read_session
 
 _PLACEHOLDER = ({"role": "user", "content": "x"},)

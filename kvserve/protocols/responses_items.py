@@ -24,12 +24,12 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text
+from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, page_limit, text
 from kvserve.protocols.openai_messages import PLAIN_PARTS, content_reader
 from kvserve.protocols.placeholders import read as read_words
 from kvserve.protocols.placeholders import words, words_of_unknown
-from kvserve.protocols.responses_reasoning import unseal_reasoning
 from kvserve.protocols.responses_tools import custom_arguments, model_name
+from kvserve.protocols.sealed_thinking import unseal_reasoning
 
 MAX_LIMIT = 100
 _DEFAULT_LIMIT = 20
@@ -266,18 +266,17 @@ def resolve_references(items: Sequence[JsonObject], find: Callable[[str], JsonOb
 
 def list_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> dict[str, object]:
     """A page of `items` (oldest first): `order`, `limit` and `after` are as in the query. Raises BadRequest."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_LIMIT)), query.get("after")
+    order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
         raise BadRequest('order: expected "asc" or "desc".', param="order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_LIMIT):
-        raise BadRequest(f"limit: expected an integer from 1 to {MAX_LIMIT}.", param="limit")
+    limit = page_limit(query, _DEFAULT_LIMIT, MAX_LIMIT)
     ordered = list(items) if order == "asc" else list(reversed(items))
     ids = [item.get("id") for item in ordered]
     if after is not None:
         if after not in ids:
             raise BadRequest(f"after: there is no item {after!r}.", param="after")
         ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[: int(limit)]
+    page = ordered[:limit]
     return {
         "object": "list",
         "data": page,

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, ToolChoice, Turn
 from kvserve.errors import BadRequest
-from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import (
     MAX_INTEGER,
+    FieldNames,
     Fields,
     Reader,
     filled_text,
@@ -25,6 +25,7 @@ from kvserve.protocols.fields import (
 )
 from kvserve.protocols.logprobs import read_response_logprobs
 from kvserve.protocols.openai_chat import read_template_arguments
+from kvserve.protocols.placeholders import unserved_words
 from kvserve.protocols.responses_items import input_items, read_items, resolve_references
 from kvserve.protocols.responses_tools import (
     OfferedTools,
@@ -43,7 +44,6 @@ from kvserve.protocols.sampling_fields import (
 )
 from kvserve.protocols.session import read_session
 from kvserve.protocols.thinking import read_thinking
-from kvserve.protocols.unserved import unserved_words
 
 PROTOCOL = "openai_responses"
 

@@ -63,36 +63,50 @@ class StoredResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Who names a response: a key's digest and a user; "" if the request names no user. None matches every user of the
-    key: a path names no user."""
+class OwnResponses:
+    """The responses that a client with a key's digest and a user may name: its own. All others are not found. `user` is
+    "" if the request names no user; None matches every user of the key: a path names no user."""
 
+    store: "ResponseStore"
     key: str
     user: str | None
 
-
-@dataclass(frozen=True, slots=True)
-class OwnResponses:
-    """The responses that `asker` may name: its own. All others are not found."""
-
-    store: "ResponseStore"
-    asker: Asker
-
     def get(self, wanted: str) -> StoredResponse:
         """One response. Raises NotFound."""
-        return self.store.get(wanted, self.asker)
+        found = self.store.find(wanted, self.key, self.user)
+        if found is None:
+            raise NotFound(f"The response {wanted!r} is not kept here.", param="response_id")
+        return found
 
     def delete(self, wanted: str) -> None:
         """Forget a response. Raises NotFound."""
-        self.store.delete(wanted, self.asker)
+        self.get(wanted)
+        self.store.delete(wanted)
 
     def items_until(self, wanted: str) -> Sequence[JsonObject]:
         """All items up to and with a response, oldest first. Raises NotFound, also if an older response is not kept."""
-        return self.store.items_until(wanted, self.asker)
+        turns: list[StoredResponse] = []
+        seen: set[str] = set()
+        following: str | None = wanted
+        while following is not None and following not in seen:
+            seen.add(following)
+            found = self.store.find(following, self.key, self.user)
+            if found is None:
+                message = f"The response {following!r} is not kept here (any more); send the whole conversation."
+                raise NotFound(message, param="previous_response_id")
+            turns.append(found)
+            following = found.previous
+        self.store.touch(seen)
+        return [item for turn in reversed(turns) for item in (*turn.items, *turn.output)]
 
     def item(self, item_id: str) -> JsonObject:
         """One item of an answer. Raises NotFound."""
-        return self.store.item(item_id, self.asker)
+        request_id = answer_of_item(item_id)
+        found = self.store.find(response_id(request_id), self.key, self.user) if request_id is not None else None
+        for item in found.output if found is not None else ():
+            if item.get("id") == item_id:
+                return item
+        raise NotFound(f"The item {item_id!r} is not kept here; send it whole.", param="input")
 
 
 class ResponseStore:
@@ -125,11 +139,11 @@ class ResponseStore:
 
     def of(self, asker: Principal) -> OwnResponses:
         """What a request of `asker` may name and continue; its prompt will hold the items."""
-        return OwnResponses(self, Asker(asker.key, asker.user))
+        return OwnResponses(self, asker.key, asker.user)
 
     def of_key(self, key: str) -> OwnResponses:
         """What a path may name for a client with this key; a path names no user."""
-        return OwnResponses(self, Asker(key, None))
+        return OwnResponses(self, key, None)
 
     def put(self, response: StoredResponse) -> None:
         """Keep a response; beyond the limits, forget the least recently used ones."""
@@ -150,48 +164,27 @@ class ResponseStore:
             database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._forget_oldest(database)
 
-    def get(self, wanted: str, asker: Asker) -> StoredResponse:
-        """One response. Raises NotFound."""
+    def find(self, wanted: str, key: str, user: str | None) -> StoredResponse | None:
+        """One response of a key and a user; None if it is not kept."""
         with self._lock:
-            found = self._find(wanted, asker)
-        if found is None:
-            raise NotFound(f"The response {wanted!r} is not kept here.", param="response_id")
-        return found
+            return self._find(wanted, key, user)
 
-    def delete(self, wanted: str, asker: Asker) -> None:
-        """Forget a response. Raises NotFound."""
-        self.get(wanted, asker)
+    def touch(self, used: set[str]) -> None:
+        """These responses were used now."""
+        values = [(self._wall_clock(), name) for name in used]
         with self._lock:
-            self._erase("DELETE FROM responses WHERE id = ?", (wanted,))
-
-    def items_until(self, wanted: str, asker: Asker) -> Sequence[JsonObject]:
-        """All items up to and with a response, oldest first. Raises NotFound, also if an older response is not kept."""
-        turns: list[StoredResponse] = []
-        seen: set[str] = set()
-        following: str | None = wanted
-        with self._lock:
-            while following is not None and following not in seen:
-                seen.add(following)
-                found = self._find(following, asker)
-                if found is None:
-                    message = f"The response {following!r} is not kept here (any more); send the whole conversation."
-                    raise NotFound(message, param="previous_response_id")
-                turns.append(found)
-                following = found.previous
-            self._touch(seen)
-        return [item for turn in reversed(turns) for item in (*turn.items, *turn.output)]
-
-    def item(self, item_id: str, asker: Asker) -> JsonObject:
-        """One item of an answer. Raises NotFound."""
-        request_id = answer_of_item(item_id)
-        with self._lock:
-            found = self._find(response_id(request_id), asker) if request_id is not None else None
-        for item in found.output if found is not None else ():
-            if item.get("id") == item_id:
-                return item
-        raise NotFound(f"The item {item_id!r} is not kept here; send it whole.", param="input")
+            try:
+                with self._database as database:
+                    database.executemany("UPDATE responses SET used = ? WHERE id = ?", values)
+            except sqlite3.Error as error:
+                self._give_up(error)
 
     # --- forgetting --------------------------------------------------------------------------------------------------
+
+    def delete(self, wanted: str) -> None:
+        """Forget a response."""
+        with self._lock:
+            self._erase("DELETE FROM responses WHERE id = ?", (wanted,))
 
     def forget(self, scope: Scope) -> int:
         """Forget the responses in `scope`. Returns how many there were."""
@@ -259,10 +252,10 @@ class ResponseStore:
             raise
         return database
 
-    def _find(self, wanted: str, asker: Asker) -> StoredResponse | None:
+    def _find(self, wanted: str, wanted_key: str, wanted_user: str | None) -> StoredResponse | None:
         oldest = self._wall_clock() - self.keep_seconds
         try:
-            with closing(self._database.execute(_SELECT, (wanted, asker.key, asker.user, oldest))) as rows:
+            with closing(self._database.execute(_SELECT, (wanted, wanted_key, wanted_user, oldest))) as rows:
                 row = rows.fetchone()
         except sqlite3.Error as error:
             self._give_up(error)
@@ -275,14 +268,6 @@ class ResponseStore:
         except ValueError as error:
             self._report(f"the stored response {wanted!r} is broken: {error}")
             return None
-
-    def _touch(self, used: set[str]) -> None:
-        now = self._wall_clock()
-        try:
-            with self._database as database:
-                database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(now, name) for name in used])
-        except sqlite3.Error as error:
-            self._give_up(error)
 
     def _forget_oldest(self, database: sqlite3.Connection) -> None:
         count, size = database.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM responses").fetchone()

@@ -7,7 +7,7 @@
 An answer that is not streamed is the response in the last event: the same encoder makes both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvserve.core import (
@@ -28,9 +28,9 @@ from kvserve.core import (
 from kvserve.errors import RequestError
 from kvserve.protocols.logprobs import response_delta_logprobs, response_logprobs
 from kvserve.protocols.responses_items import item_id
-from kvserve.protocols.responses_reasoning import seal_reasoning
 from kvserve.protocols.responses_request import Described
 from kvserve.protocols.responses_tools import CustomInput, call_item
+from kvserve.protocols.sealed_thinking import seal_reasoning
 
 type Wire = dict[str, object]
 type Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -55,11 +55,19 @@ def response_id(request_id: RequestId) -> str:
 
 class ResponseStreamEncoder:
     """Turns the events of one answer into wire events, in order, and joins the response. `response` is complete after
-    `Finished`."""
+    `Finished`; `keep` is given it before the client receives its end: the next request may name it at once."""
 
-    def __init__(self, request_id: RequestId, model: str, created: int, described: Described) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        model: str,
+        created: int,
+        described: Described,
+        keep: Callable[[Wire], None] = lambda response: None,
+    ) -> None:
         self._request_id = request_id
         self._described = described
+        self._keep = keep
         self._head: Wire = {
             "id": response_id(request_id),
             "object": "response",
@@ -230,6 +238,7 @@ class ResponseStreamEncoder:
     def _finish(self, status: Status, usage: Usage) -> list[Wire]:
         closing = self._close(status)
         self.response = self._response(status, usage=_encode_usage(usage))
+        self._keep(self.response)
         return [*closing, self._event(f"response.{status}", response=self.response)]
 
     def _response(self, status: Status, usage: JsonObject | None = None, error: JsonObject | None = None) -> Wire:

@@ -12,9 +12,8 @@ from typing import Literal
 
 from kvserve.core import JsonObject, ResponseFormat, ToolCallBlock, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
-from kvserve.protocols.json_schema import read_schema
-from kvserve.protocols.openai_tools import read_function, tool_name
+from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text, word
+from kvserve.protocols.openai_tools import read_format, read_function, tool_name
 
 CUSTOM_INPUT = "input"
 """The one parameter of a custom tool."""
@@ -315,11 +314,4 @@ def read_text_format(fields: Fields) -> ResponseFormat:
     if options is None:
         return ResponseFormat()
     options.optional("verbosity", text)
-    said = options.optional("format", mapping)
-    match said.required("type", word("text", "json_object", "json_schema")) if said is not None else "text":
-        case "json_schema" if said is not None:
-            strict = said.optional("strict", flag) or False
-            return ResponseFormat("json_schema", said.required("schema", read_schema), strict)
-        case "json_object":
-            return ResponseFormat("json_object")
-    return ResponseFormat()
+    return read_format(options.optional("format", mapping), is_flat=True)

@@ -1,17 +1,17 @@
-"""ASGI and JSON helpers of the guard: reads bodies, answers, encodes errors. It knows neither LiteLLM nor who may
-speak.
-"""
+"""ASGI helpers of the guard: reads bodies, answers, encodes errors, the latter as `protocols/` does. It knows neither
+LiteLLM nor who may speak."""
 
 import asyncio
 import json
-import math
-import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 from urllib.parse import quote
 
-from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
+from kvserve.core import JsonObject
+from kvserve.errors import BodyTooLarge, RequestError, RequestTimeout
+from kvserve.protocols.error_bodies import encode_anthropic_error, encode_openai_error
+from kvserve.protocols.fields import children, decode_body, refuse_equal_keys
 from kvserve.proxy.access import HeaderLines, Headers
 
 type Message = MutableMapping[str, Any]
@@ -21,23 +21,13 @@ type Send = Callable[[Message], Awaitable[None]]
 type App = Callable[[Scope, Receive, Send], Awaitable[None]]
 type HeaderList = list[tuple[bytes, bytes]]
 
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_PATHS = "/v1/messages"
-_ANTHROPIC_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-}
 _BODY_TIMEOUT_SECONDS = 60.0
-_WHOLE_FIELDS = ("arguments", "parameters", "schema")
+_MAX_CAUSES = 16
+_WHOLE_FIELDS = frozenset(("arguments", "parameters", "schema"))
 """The fields in which the server's own port refuses equal keys: the model must read them whole."""
 
 _PLAIN_IN_PATHS = "/:@!$&'()*+,;=~"
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_headers(scope: Scope) -> dict[str, list[str]]:
@@ -53,7 +43,7 @@ def at_path(scope: Scope, path: str) -> Scope:
     return {**scope, "path": path, "raw_path": quote(path, safe=_PLAIN_IN_PATHS).encode("ascii")}
 
 
-async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> dict[str, object] | None:
+async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> JsonObject | None:
     """The request's JSON object, None if the client left. Raises BodyTooLarge, RequestTimeout, BadRequest."""
     raw = await read_body(receive, max_bytes, headers)
     return None if raw is None else parse_json_object(raw)
@@ -82,73 +72,18 @@ async def read_body(receive: Receive, max_bytes: int, headers: Headers) -> bytes
     return bytes(raw)
 
 
-def parse_json_object(raw: bytes) -> dict[str, object]:
-    """The JSON object in `raw`. Raises BadRequest for anything else.
-
-    A lone surrogate becomes U+FFFD as on the server's own port: LiteLLM's HTTP client cannot encode it. Of equal keys
-    the last one counts; in arguments and schemas they are refused here, because the backend gets a re-encoded body
-    without them.
-    """
-    try:
-        value = json.loads(
-            raw.decode("utf-8"),
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-            object_pairs_hook=_noting_equal_keys,
-        )
-        if _ESCAPED_SURROGATE.search(raw):
-            value = _mended(value)
-    except UnicodeDecodeError:
-        raise BadRequest("The body is not UTF-8.") from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BadRequest(f"The body is not valid JSON: {reason}.") from None
-    if not isinstance(value, dict):
-        raise BadRequest("The body must be a JSON object.")
-    return value
-
-
-class _EqualKeys(dict[str, Any]):
-    """An object that names a key more than once."""
-
-
-def _noting_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    for name, child in pairs:
-        if name in _WHOLE_FIELDS and _has_equal_keys(child):
-            raise BadRequest(f"{name}: a key is named twice in one object; give each key once.", param=name)
-    return value if len(value) == len(pairs) else _EqualKeys(value)
-
-
-def _has_equal_keys(value: Any) -> bool:
-    level = [value]
+def parse_json_object(raw: bytes) -> JsonObject:
+    """The JSON object in `raw`, as the server's own port reads it. Raises BadRequest for anything else, and for equal
+    keys in arguments and schemas: the backend gets a re-encoded body without them."""
+    body = decode_body(raw)
+    level: list[object] = [body]
     while level:
-        if any(isinstance(each, _EqualKeys) for each in level):
-            return True
-        objects = [each.values() for each in level if isinstance(each, dict)]
-        level = [child for each in (*objects, *(each for each in level if isinstance(each, list))) for child in each]
-    return False
-
-
-def _mended(value: Any) -> Any:
-    if isinstance(value, str):
-        return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
-    if isinstance(value, dict):
-        return {_mended(key): _mended(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_mended(child) for child in value]
-    return value
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return value
+        for each in level:
+            if isinstance(each, dict):
+                for name in each.keys() & _WHOLE_FIELDS:
+                    refuse_equal_keys(each[name], name)
+        level = [child for each in level for child in children(each)]
+    return body
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
@@ -179,6 +114,16 @@ def with_request_id(send: Send) -> Send:
     return naming_send
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and what it came from, `_MAX_CAUSES` at most."""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 async def answer(send: Send, status: int, body: bytes, headers: HeaderList) -> None:
     """Sends a complete answer."""
     complete = [*headers, (b"content-length", str(len(body)).encode())]
@@ -198,11 +143,5 @@ def encoded(lines: HeaderLines) -> HeaderList:
 
 def error_body(error: RequestError, path: str = "") -> bytes:
     """The error in OpenAI's form, or in Anthropic's under its paths."""
-    if path.startswith(_ANTHROPIC_PATHS):
-        fallback = "api_error" if error.status >= 500 else "invalid_request_error"
-        details = {"type": _ANTHROPIC_ERROR_TYPES.get(error.status, fallback), "message": error.message}
-        return json.dumps({"type": "error", "error": details}).encode("utf-8")
-    default = "server_error" if error.status >= 500 else "invalid_request_error"
-    kind = _ERROR_TYPES.get(error.status, default)
-    value = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    return json.dumps({"error": value}).encode("utf-8")
+    encode = encode_anthropic_error if path.startswith(_ANTHROPIC_PATHS) else encode_openai_error
+    return json.dumps(encode(error)).encode("utf-8")

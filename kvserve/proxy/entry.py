@@ -20,14 +20,13 @@ import httpx
 import uvicorn
 
 from kvserve.errors import NotReady
-from kvserve.proxy.asgi import App, HeaderList, Receive, Scope, Send
+from kvserve.proxy.asgi import App, HeaderList, Receive, Scope, Send, causes
 from kvserve.proxy.guard import Guard, GuardRules
 
 _DRAIN_SECONDS = 1
 _LAST_RESORT_SECONDS = 4.0
 _KEEP_ALIVE_SECONDS = 75
 _CONNECT_SECONDS = 10.0
-_MAX_CAUSES = 16
 # Headers of one connection, and headers that this server sets itself.
 _OF_A_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect"}
@@ -153,14 +152,10 @@ def keep_words_out() -> None:
 def _describe(error: BaseException) -> str:
     """The types of an exception and of its causes, and where each was raised, without their texts."""
     told: list[str] = []
-    cause: BaseException | None = error
-    for _ in range(_MAX_CAUSES):
-        if cause is None:
-            break
+    for cause in causes(error):
         kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
         places = [f"  {at.filename}:{at.lineno} in {at.name}" for at in traceback.extract_tb(cause.__traceback__)]
         told.append("\n".join([kind, *places]))
-        cause = cause.__cause__ or cause.__context__
     return "\n".join(told)
 
 

@@ -1,10 +1,12 @@
 """Makes the body that LiteLLM sees: for a chat a plain body that it can route and log, for any other request an empty
-object. The client's own body travels beside it and replaces it when the request goes out. It knows LiteLLM's
-pass-through endpoints and no protocol.
-"""
+object. The client's own body travels beside it and replaces it when the request goes out. It knows LiteLLM's pass-
+through endpoints and no protocol."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from kvserve.core import JsonObject
 from kvserve.errors import BadRequest
@@ -125,3 +127,38 @@ async def run_while_wanted(app: App, scope: Scope, body: bytes, receive: Receive
     finally:
         watching.cancel()
         running.cancel()
+
+
+# --- what travels beside it ------------------------------------------------------------------------------------------
+#
+# The guard around LiteLLM and the hook inside it share it. LiteLLM passes no request to a hook, so it is in a context
+# variable: each request runs in its own context.
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamError:
+    """The backend's own answer to a failed request, before LiteLLM rewrote it."""
+
+    status: int
+    body: bytes
+    content_type: str
+    retry_after: str | None
+
+
+@dataclass(slots=True)
+class ProxyExchange:
+    """One request on its way through LiteLLM.
+
+    `body` is the client's JSON object; `headers` are those that LiteLLM would not forward. The hook sets
+    `upstream_error` for the guard; the guard sets `has_begun` when the client's answer begins. `instead_of_backend` is
+    another URL for the request.
+    """
+
+    body: Mapping[str, object]
+    headers: Mapping[str, str]
+    instead_of_backend: str | None = None
+    upstream_error: UpstreamError | None = None
+    has_begun: bool = False
+
+
+CURRENT_EXCHANGE: ContextVar[ProxyExchange | None] = ContextVar("current_exchange", default=None)

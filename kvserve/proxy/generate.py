@@ -1,16 +1,81 @@
-"""Generates the child process's configuration from the proxy's settings: LiteLLM's and the guard's files, the
-environment and the command line. It starts no process.
-"""
+"""The proxy's settings and files, and the child process's configuration made of them: LiteLLM's and the guard's files,
+the environment and the command line. It knows no environment of its own and starts no process."""
 
 import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvserve.proxy.envelope import pass_through_endpoint
 from kvserve.proxy.guard import GuardRules
-from kvserve.proxy.settings import ProxyFiles, ProxySettings
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """Where LiteLLM listens, what it fronts and who may call it.
+
+    `listed_model_id` is what the proxy lists; the backend sees it without the `openai/` that LiteLLM users put before
+    the name. `backend_model_id` is what the backend itself lists that model as.
+    With `api_key` every request needs that key and the backend gets it too; without, any key or none will do.
+    By `secret` the backend knows that it is the proxy who says whose key a request came with.
+    A stream that is silent for `keep_alive_seconds` (at least 1) gets a comment.
+    `allowed_origins` and `allowed_hosts` extend loopback exactly as they do on the backend's own port.
+    """
+
+    port: int
+    backend_url: str
+    listed_model_id: str
+    backend_model_id: str
+    state_dir: Path
+    host: str = "127.0.0.1"
+    api_key: str | None = None
+    secret: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+    max_log_bytes: int = 2**20
+    keep_alive_seconds: float = 10.0
+    startup_timeout_seconds: float = 120.0
+
+    @property
+    def files(self) -> "ProxyFiles":
+        """The files of the proxy on this port; two servers with different ports may share a state folder."""
+        return proxy_files(self.state_dir, self.port)
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyFiles:
+    """The files of one proxy, all in one private folder."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        """LiteLLM's configuration. Its path on a command line is part of the proof that a process is ours."""
+        return self.folder / "litellm.yaml"
+
+    @property
+    def guard(self) -> Path:
+        """What the guard around LiteLLM needs to know, as JSON."""
+        return self.folder / "guard.json"
+
+    @property
+    def pid(self) -> Path:
+        """Which process we started, and for whom."""
+        return self.folder / "process.json"
+
+    @property
+    def log(self) -> Path:
+        """What LiteLLM wrote to its standard output and error."""
+        return self.folder / "litellm.log"
+
+
+def proxy_files(state_dir: Path, port: int) -> ProxyFiles:
+    """The files of the proxy on this port."""
+    return ProxyFiles(state_dir.absolute() / f"litellm-{port}")
+
 
 type Json = dict[str, object]
 
@@ -98,18 +163,8 @@ def litellm_config(settings: ProxySettings) -> Json:
 
 
 def guard_rules(settings: ProxySettings) -> GuardRules:
-    """What the guard in the child process enforces."""
-    return GuardRules(
-        host=settings.host,
-        api_key=settings.api_key,
-        secret=settings.secret,
-        allowed_origins=settings.allowed_origins,
-        allowed_hosts=settings.allowed_hosts,
-        max_body_bytes=settings.max_body_bytes,
-        default_model=settings.listed_model_id,
-        backend_model=settings.backend_model_id,
-        backend_url=settings.backend_url,
-    )
+    """What the guard in the child process enforces: its rules have the names of the settings."""
+    return GuardRules(**{field.name: getattr(settings, field.name) for field in fields(GuardRules)})
 
 
 def child_environment(base: Mapping[str, str], files: ProxyFiles) -> dict[str, str]:
@@ -138,7 +193,7 @@ def write_files(settings: ProxySettings) -> ProxyFiles:
     files.folder.chmod(0o700)
     # LiteLLM reads YAML, which includes JSON.
     write_private(files.config, json.dumps(litellm_config(settings), indent=1))
-    write_private(files.guard, json.dumps(guard_rules(settings).as_json(), indent=1))
+    write_private(files.guard, json.dumps(asdict(guard_rules(settings)), indent=1))
     return files
 
 

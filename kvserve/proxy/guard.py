@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvserve.core import KEY_HEADER, NO_KEY, key_digest
@@ -32,8 +32,7 @@ from kvserve.proxy.asgi import (
     replay,
     with_request_id,
 )
-from kvserve.proxy.envelope import EMPTY_BODY, native_scope, run_while_wanted
-from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, EMPTY_BODY, ProxyExchange, native_scope, run_while_wanted
 from kvserve.proxy.paths import Envelope, ProxyRoute, find_route, versioned
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
@@ -43,11 +42,11 @@ _MODEL_PLACE = "/v1/models/"
 @dataclass(frozen=True, slots=True)
 class GuardRules:
     """The guard's rules, passed to the child process as JSON. `secret` proves the guard's statements to the backend.
-    LiteLLM lists `default_model`; `backend_model` is the same model's name on the backend's own port."""
+    LiteLLM lists `listed_model_id`; `backend_model_id` is the same model's name on the backend's own port."""
 
     host: str
-    default_model: str
-    backend_model: str = ""
+    listed_model_id: str
+    backend_model_id: str = ""
     backend_url: str = ""
     api_key: str | None = None
     secret: str = ""
@@ -60,13 +59,9 @@ class GuardRules:
         """The rules of who may speak."""
         return AccessRules(self.host, self.api_key, self.allowed_origins, self.allowed_hosts)
 
-    def as_json(self) -> dict[str, object]:
-        """The rules as a JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "GuardRules":
-        """The rules from `as_json`'s object."""
+        """The rules from their fields as JSON."""
         names = {name: tuple(value[name]) for name in ("allowed_origins", "allowed_hosts")}
         return cls(**{**value, **names})
 
@@ -143,7 +138,7 @@ class Guard:
         body = await read_json_object(receive, self._rules.max_body_bytes, read_headers(scope))
         if body is None:
             return
-        shown = json.dumps(envelope(body, self._rules.default_model)).encode("utf-8")
+        shown = json.dumps(envelope(body, self._rules.listed_model_id)).encode("utf-8")
         inner = {**scope, "headers": inner_headers(scope, len(shown), self._rules.secret)}
         send.exchange = ProxyExchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
@@ -161,8 +156,8 @@ class Guard:
         raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
         if raw is None:
             return
-        if scope["path"] == f"{_MODEL_PLACE}{self._rules.default_model}":
-            scope = at_path(scope, f"{_MODEL_PLACE}{self._rules.backend_model}")
+        if scope["path"] == f"{_MODEL_PLACE}{self._rules.listed_model_id}":
+            scope = at_path(scope, f"{_MODEL_PLACE}{self._rules.backend_model_id}")
         told = told_key(read_headers(scope), self._rules.secret)
         kept = [pair for pair in _without_origin(scope) if pair[0].lower() != told[0]]
         await run_while_wanted(self._backend, {**scope, "headers": [*kept, told]}, raw, receive, send)
@@ -180,7 +175,7 @@ class Guard:
     async def _warm_up(self, state: dict[str, object]) -> None:
         """Sends one chat request through LiteLLM to a refusing port, which is bound so that no other process takes
         it."""
-        body = {"model": self._rules.default_model, "messages": [{"role": "user", "content": "."}], "stream": True}
+        body = {"model": self._rules.listed_model_id, "messages": [{"role": "user", "content": "."}], "stream": True}
         key = f"Bearer {self._rules.api_key or 'none'}".encode()
         headers = [(b"host", b"localhost"), (b"authorization", key), *json_header()]
         inner: Scope = {**_WARM_UP_SCOPE, "state": state, "headers": headers}

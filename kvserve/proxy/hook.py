@@ -3,17 +3,17 @@ knows LiteLLM's call arguments, no HTTP.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import httpx
 from fastapi import HTTPException
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
+from kvserve.proxy.asgi import causes
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 
 # LiteLLM chooses the backend's name for the model.
 _LITELLM_DECIDES = frozenset({"model"})
-_MAX_CAUSES = 16
 
 
 class RawBodyHook(CustomLogger):
@@ -72,7 +72,7 @@ def find_upstream_error(error: BaseException) -> UpstreamError | None:
     """The HTTP answer at the root of LiteLLM's exceptions, None without one. LiteLLM adds empty answers to the chain;
     the deepest answer is the backend's."""
     found: UpstreamError | None = None
-    for cause in _causes(error):
+    for cause in causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, httpx.Response) and response.is_closed and response.status_code >= 400:
             content_type = response.headers.get("content-type", "application/json")
@@ -88,15 +88,6 @@ def message_of(error: UpstreamError) -> str:
         return str(json.loads(error.body)["error"]["message"])
     except (ValueError, TypeError, LookupError):
         return error.body.decode(errors="replace")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    for _ in range(_MAX_CAUSES):
-        if current is None:
-            return
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 raw_body_hook = RawBodyHook()

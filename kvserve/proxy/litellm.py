@@ -16,9 +16,8 @@ from threading import Condition, Event, Thread
 from typing import Any, Literal
 
 from kvserve.errors import StartupError
-from kvserve.proxy.generate import child_command, child_environment, write_files
+from kvserve.proxy.generate import ProxySettings, child_command, child_environment, write_files
 from kvserve.proxy.ownership import claim_port, is_port_free, record_child
-from kvserve.proxy.settings import ProxySettings
 
 type ProxyStatus = Literal["starting", "ready", "restarting", "stopped"]
 

@@ -1,28 +1,24 @@
-"""Finds out which process listens on a port, and proves that a process is a proxy that we started. It reads the process
-tables (/proc on Linux, `ps` and `lsof` elsewhere) and ends a process only with that proof.
-"""
+"""Proves that a process is a proxy that we started, and ends a process only with that proof. It reads the process
+tables (/proc on Linux, `ps` elsewhere); who else listens on the port is `settings/ports.py`'s."""
 
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvserve.errors import PortTaken, StartupError
-from kvserve.proxy.generate import write_private
-from kvserve.proxy.settings import ProxyFiles, ProxySettings
+from kvserve.proxy.generate import ProxyFiles, ProxySettings, write_private
+from kvserve.settings.ports import error_of_binding, proxy_port_taken, somebody_listens
 
 _POLL_SECONDS = 0.05
 _TERMINATE_SECONDS = 3.0
 _KILL_SECONDS = 2.0
 _RELEASE_SECONDS = 2.0
 _TOOL_SECONDS = 5.0
-_LISTEN_STATE = "0A"
-_MAX_COMMAND_CHARS = 200
 # Fixed locale: start times of two runs are compared as text.
 _TOOL_ENVIRONMENT = {"LC_ALL": "C", "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
 _HAS_PROC = Path("/proc/self/stat").exists()
@@ -60,9 +56,7 @@ class PidFile:
 
     def write(self, path: Path) -> None:
         """Replaces the file."""
-        entries = {"proxy": self.proxy, "parent": self.parent}
-        value = {key: {"pid": e.pid, "started": e.started, "command": e.command} for key, e in entries.items()}
-        write_private(path, json.dumps(value, indent=1))
+        write_private(path, json.dumps(asdict(self), indent=1))
 
 
 def record_child(pid: int, files: ProxyFiles) -> None:
@@ -86,7 +80,7 @@ def claim_port(settings: ProxySettings) -> int | None:
     deadline = time.monotonic() + (_RELEASE_SECONDS if stale is not None else 0.0)
     while not is_port_free(settings.host, settings.port):
         if time.monotonic() >= deadline:
-            raise PortTaken(describe_holder(settings.port))
+            raise proxy_port_taken(settings.port)
         time.sleep(_POLL_SECONDS)
     return stale.pid if stale is not None else None
 
@@ -94,7 +88,7 @@ def claim_port(settings: ProxySettings) -> int | None:
 def refuse_foreign_holder(port: int, files: ProxyFiles) -> None:
     """Raises PortTaken as `claim_port` would, long before a proxy is started; ends no process."""
     if find_stale_proxy(files) is None and not is_port_free("127.0.0.1", port):
-        raise PortTaken(describe_holder(port))
+        raise proxy_port_taken(port)
 
 
 def find_stale_proxy(files: ProxyFiles) -> ProcessIdentity | None:
@@ -137,41 +131,12 @@ def end_process(identity: ProcessIdentity) -> None:
 
 def is_port_free(host: str, port: int) -> bool:
     """Whether no process listens there. Binding alone does not tell: macOS binds beside a listener on all addresses."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        # A free port of the ephemeral range can, rarely, connect to itself.
-        return probe.connect_ex((host, port)) != 0 or probe.getsockname() == probe.getpeername()
-
-
-def describe_holder(port: int) -> str:
-    """One paragraph for the terminal: which process holds the port and what to do."""
-    pids = listening_pids(port)
-    holders = [identity for pid in pids if (identity := identify(pid)) is not None]
-    who = (
-        "; ".join(f"pid {holder.pid}: {holder.command[:_MAX_COMMAND_CHARS]}" for holder in holders)
-        or "its owner could not be read"
-    )
-    return (
-        f"Port {port} for the LiteLLM proxy is taken by a process that kvserve did not start ({who}). It was "
-        "left alone. Stop it, choose another PROXY_PORT, or start with --no-proxy."
-    )
+    return error_of_binding(host, port) is None and not somebody_listens(host, port)
 
 
 def identify(pid: int) -> ProcessIdentity | None:
     """The running process with this pid; None if it does not exist, has ended (a zombie), or cannot be read."""
     return _identify_by_proc(pid) if _HAS_PROC else _identify_by_ps(pid)
-
-
-def listening_pids(port: int) -> list[int]:
-    """The processes that listen on the TCP port and that this user may see."""
-    return _listening_pids_by_proc(port) if _HAS_PROC else _listening_pids_by_lsof(port)
 
 
 def _identify_by_proc(pid: int) -> ProcessIdentity | None:
@@ -195,35 +160,6 @@ def _identify_by_ps(pid: int) -> ProcessIdentity | None:
     if match is None or match[1].startswith("Z"):
         return None
     return ProcessIdentity(pid, " ".join(match[2].split()), match[3])
-
-
-def _listening_pids_by_proc(port: int) -> list[int]:
-    wanted = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if wanted & _open_files(folder)]
-
-
-def _listening_inodes(table: str, port: int) -> list[str]:
-    try:
-        rows = Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]
-    except OSError:
-        return []
-    entries = [row.split() for row in rows]
-    return [e[9] for e in entries if e[3] == _LISTEN_STATE and int(e[1].rpartition(":")[2], 16) == port]
-
-
-def _open_files(process_folder: Path) -> set[str]:
-    targets = set()
-    try:
-        for link in (process_folder / "fd").iterdir():
-            targets.add(os.readlink(link))
-    except OSError:  # another user's process, or one that just ended
-        return targets
-    return targets
-
-
-def _listening_pids_by_lsof(port: int) -> list[int]:
-    lines = _run("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-Fp").splitlines()
-    return [int(line[1:]) for line in lines if line.startswith("p") and line[1:].isdigit()]
 
 
 def _run(*command: str) -> str:

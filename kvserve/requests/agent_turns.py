@@ -11,14 +11,12 @@ import secrets
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
 
-from kvserve.agents.agent_nouns import Agent, NewAgent, TurnDone
 from kvserve.agents.agent_store import AgentStore
-from kvserve.agents.window import answer_room, first_turn_shown
 from kvserve.core import (
     AGENTS,
     AnswerEvent,
@@ -28,12 +26,12 @@ from kvserve.core import (
     TextBlock,
     TokenSequence,
     Turn,
-    Waiting,
 )
+from kvserve.core.agent_nouns import Agent, NewAgent, TurnDone
 from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
 from kvserve.identity.owner import Owner
-from kvserve.protocols.agents import AgentCard, AgentNote, CreateRequest
-from kvserve.requests.deferred import TurnInProgress
+from kvserve.protocols.agents import AgentCard, AgentNote
+from kvserve.requests.deferred import Begin, DeferredTurn, TurnInProgress
 from kvserve.requests.served_model import ServedModel
 
 NUM_QUEUED_TURNS = 64
@@ -64,17 +62,9 @@ class _Shown:
     agent: Agent
     turn: Turn
     served: ServedModel
-    model: str | None
     system_prompt: str | None
     messages: tuple[Message, ...]
     first_turn: int
-
-
-class Keep(Protocol):
-    """Keeps a turn that is over."""
-
-    def __call__(self, shown: _Shown, running: TurnInProgress, *, is_stored: bool) -> AgentNote:
-        """What the answer says of its agent."""
 
 
 class Agents:
@@ -88,20 +78,11 @@ class Agents:
 
     # --- agents -------------------------------------------------------------------------------------------------------
 
-    def create(self, request: CreateRequest) -> AgentCard:
+    def create(self, new: NewAgent) -> AgentCard:
         """A new agent. Raises Conflict for a taken id, ModelNotFound for a model that is not here."""
-        if request.model is not None:
-            self._models.resolve(request.model)
-        agent = self._store.create(
-            NewAgent(
-                agent_id=request.agent_id or f"agent-{secrets.token_hex(8)}",
-                model=request.model,
-                system_prompt=request.system_prompt,
-                max_context=request.max_context,
-                is_persistent=request.persist,
-            )
-        )
-        return self._card(agent)
+        if new.model is not None:
+            self._models.resolve(new.model)
+        return self._card(self._store.create(replace(new, agent_id=new.agent_id or f"agent-{secrets.token_hex(8)}")))
 
     @property
     def num_agents(self) -> int | None:
@@ -135,26 +116,14 @@ class Agents:
             self._models.let_go(agent.context_model, agent.context, _owner(agent_id).name)
 
     def _card(self, agent: Agent) -> AgentCard:
-        return AgentCard(
-            agent_id=agent.agent_id,
-            model=self._models.name_of(agent.model),
-            status=self._status(agent),
-            num_context_tokens=agent.num_context_tokens,
-            created_at=agent.created_at,
-            last_accessed=agent.last_accessed,
-            system_prompt=agent.system_prompt,
-            max_context=agent.max_context,
-            persist=agent.is_persistent,
-            num_turns=agent.num_turns,
-            num_dropped_turns=agent.first_turn,
-        )
+        return AgentCard(agent, self._models.name_of(agent.model), self._status(agent))
 
     def _status(self, agent: Agent) -> str:
         """Where most of the conversation's KV is."""
         if agent.context_model is None:
             return "cold"
         in_ram, kept = self._models.kept(agent.context_model, agent.context, agent.last_accessed)
-        half = agent.num_context_tokens / 2
+        half = len(agent.context) / 2
         return "hot" if in_ram > half else "warm" if kept > half else "cold"
 
     # --- turns --------------------------------------------------------------------------------------------------------
@@ -176,25 +145,31 @@ class Agents:
             if len(queue) > NUM_QUEUED_TURNS:
                 raise QueueFull(f"{len(queue)} turns of agent {agent_id!r} are open already.", retry_after_seconds=5)
             queue.append(ticket)
-        running = AgentTurn(
-            turn.request_id,
-            self._models.name_of(turn.model or agent.model),
-            begin=lambda: self._begin(agent_id, ticket, turn),
-            keep=self._keep,
-            leave=lambda: self._leave(agent_id, ticket),
-        )
-        # whatever becomes of it, the agent's next turn must not wait for ever
-        weakref.finalize(running, self._leave, agent_id, ticket).atexit = False
-        running.begin()
-        return running
+        shown: _Shown | None = None
 
-    def _begin(self, agent_id: str, ticket: object, turn: Turn) -> "tuple[_Shown, TurnInProgress] | None":
-        """None while other turns of the agent come first."""
-        with self._lock:
-            if next(iter(self._queues.get(agent_id, ())), None) is not ticket:
-                return None
-        shown = self._shown(self._store.agent(agent_id), turn)
-        return shown, self._models.serve(shown.turn, shown.served)
+        def begin() -> TurnInProgress | None:
+            """None while other turns of the agent come first."""
+            nonlocal shown
+            with self._lock:
+                if next(iter(self._queues.get(agent_id, ())), None) is not ticket:
+                    return None
+            shown = self._shown(self._store.agent(agent_id), turn)
+            return self._models.serve(shown.turn, shown.served)
+
+        def keep(running: TurnInProgress, is_whole: bool) -> AgentNote:
+            if shown is None:
+                raise RuntimeError("the turn has not begun")
+            return self._keep(shown, running, is_stored=is_whole and not turn.session.wants_nothing_kept)
+
+        leave = partial(self._leave, agent_id, ticket)
+        running = AgentTurn(turn.request_id, self._models.name_of(turn.model or agent.model), begin, leave, keep)
+        weakref.finalize(running, leave).atexit = False  # the agent's next turn must not wait for ever
+        try:
+            running.begin()
+        except BaseException:
+            leave()
+            raise
+        return running
 
     def _leave(self, agent_id: str, ticket: object) -> None:
         with self._lock:
@@ -211,7 +186,7 @@ class Agents:
         if is_stored:
             done = TurnDone(
                 messages=(*shown.messages, running.said),
-                model=shown.model,
+                model=shown.turn.model,
                 system_prompt=shown.system_prompt,
                 first_turn=shown.first_turn,
                 context_model=shown.served.name,
@@ -226,7 +201,7 @@ class Agents:
             agent_id=agent.agent_id,
             num_turns=agent.num_turns,
             num_dropped_turns=shown.first_turn,
-            num_context_tokens=agent.num_context_tokens,
+            num_context_tokens=len(agent.context),
             is_stored=is_stored,
         )
 
@@ -255,44 +230,25 @@ class Agents:
             raise ContextOverflow(num_tokens, max_context)
         if max_tokens > max_context - num_tokens:
             turn = replace(turn, max_tokens=max_context - num_tokens)
-        return _Shown(agent, shown_from(first), served, model, system_prompt, new, first)
+        return _Shown(agent, shown_from(first), served, system_prompt, new, first)
 
 
-class AgentTurn:
-    """One turn of an agent: it waits for those before it, and its answer is kept before `Finished` is told.
-
-    One consumer iterates `events`; `cancel` may come from any thread.
-    """
+class AgentTurn(DeferredTurn):
+    """One turn of an agent: it waits for those before it, and its answer is kept before `Finished` is told."""
 
     def __init__(
         self,
         request_id: RequestId,
         model_name: str,
-        *,
-        begin: Callable[[], tuple[_Shown, TurnInProgress] | None],
-        keep: Keep,
+        begin: Begin,
         leave: Callable[[], None],
+        keep: Callable[[TurnInProgress, bool], AgentNote],
     ) -> None:
-        self.request_id = request_id
+        """`keep` takes the turn, and whether its answer came to its own end."""
+        super().__init__(request_id, begin, leave, holds_place=True)
         self.model_name = model_name
-        self._try_to_begin = begin
         self._keep = keep
-        self._leave = leave
-        self._shown: _Shown | None = None
-        self._running: TurnInProgress | None = None
         self._note: AgentNote | None = None
-        self._is_iterated = False
-        self._cancelled = threading.Event()
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Model tokens of the prompt; 0 while it waits."""
-        return self._running.num_prompt_tokens if self._running is not None else 0
-
-    @property
-    def num_marked_tokens(self) -> int:
-        """Those of them that the client wants to be kept; 0 where it marked nothing, and while it waits."""
-        return self._running.num_marked_tokens if self._running is not None else 0
 
     @property
     def note(self) -> AgentNote:
@@ -301,58 +257,12 @@ class AgentTurn:
             raise RuntimeError("the turn is not finished yet")
         return self._note
 
-    def begin(self) -> bool:
-        """Begin if it is its turn. Raises RequestError; it has left the agent's queue then."""
-        if self._running is None:
-            try:
-                begun = self._try_to_begin()
-            except BaseException:
-                self._leave()
-                raise
-            if begun is not None:
-                self._shown, self._running = begun
-        return self._running is not None
-
-    def cancel(self) -> None:
-        """Nobody wants the rest: nothing of the turn is kept. Idempotent."""
-        self._cancelled.set()
-        if self._running is not None:
-            self._running.cancel()
-        if not self._is_iterated:
-            self._leave()
-
-    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
-        """Wait for the next event, or for its turn."""
-        if self._running is not None:
-            self._running.wait(seconds, read)
-        else:
-            self._cancelled.wait(seconds)
-
-    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+    def events(self, poll_seconds: float) -> Generator[AnswerEvent]:
         """`Waiting` until it is its turn, then the answer; ends without `Finished` where it was cancelled before."""
-        self._is_iterated = True
-        try:
-            while not self.begin():
-                if self._cancelled.is_set():
-                    return
-                yield Waiting(0, 0)
-                self._cancelled.wait(poll_seconds)
-            yield from self._answer(poll_seconds)
-        finally:
-            self._leave()
-
-    def _answer(self, poll_seconds: float) -> Iterator[AnswerEvent]:
-        shown, running = self._shown, self._running
-        if shown is None or running is None:
-            raise RuntimeError("the turn has not begun")
-        if self._cancelled.is_set():
-            running.cancel()
-        with closing(running.events(poll_seconds)) as events:  # type: ignore[type-var]  # they are generators
+        with closing(super().events(poll_seconds)) as events:
             for event in events:
                 if isinstance(event, Finished):
-                    is_whole = not (self._cancelled.is_set() or running.is_lost)
-                    is_wanted = not shown.turn.session.wants_nothing_kept
-                    self._note = self._keep(shown, running, is_stored=is_whole and is_wanted)
+                    self._note = self._keep(self, not (self._cancelled.is_set() or self.is_lost))
                 yield event
 
 
@@ -376,11 +286,53 @@ def _with_system(agent: Agent, new: tuple[Message, ...]) -> tuple[str | None, tu
         )
     if len(new) == 1:
         raise BadRequest("messages: there is nothing to answer, only a system prompt.", param="messages")
-    text = "".join(block.text for block in new[0].blocks if isinstance(block, TextBlock))
-    return text or None, new[1:]
+    return new[0].text or None, new[1:]
 
 
 def _begins(messages: tuple[Message, ...]) -> bool:
     """Whether a conversation may begin with these messages: with a user's words, not with the result of a call."""
     first = next((message for message in messages if message.role != "system"), None)
     return first is not None and first.role == "user"
+
+
+# --- what a prompt shows ---------------------------------------------------------------------------------------------
+#
+# The oldest whole turns are dropped, several at once: if every prompt had one turn less, nothing behind the system
+# prompt could be reused.
+
+
+SHARE_KEPT = 0.75
+"""The part of the room that is filled after turns were dropped."""
+
+ANSWER_SHARE = 0.25
+"""The largest part of the context that is kept free for the answer."""
+
+
+def answer_room(max_context: int, max_tokens: int) -> int:
+    """The tokens that a prompt leaves to its answer."""
+    return min(max_tokens, max(1, int(max_context * ANSWER_SHARE)))
+
+
+def first_turn_shown(
+    beginnings: Sequence[int], shown_from: int, num_tokens_from: Callable[[int], int], room: int
+) -> tuple[int, int]:
+    """The first turn that a prompt within `room` tokens shows, and the prompt's tokens.
+
+    `beginnings` are the turns with which a prompt may begin, in order, perhaps with the new one last; so far it began
+    with `shown_from`. `num_tokens_from(turn)` counts a prompt and does not grow with the turn. If nothing fits, it is
+    the last beginning.
+    """
+    num_tokens = num_tokens_from(shown_from)
+    later = [turn for turn in beginnings if turn > shown_from]
+    if num_tokens <= room or not later:
+        return shown_from, num_tokens
+    counted = {later[-1]: num_tokens_from(later[-1])}
+    low, high = 0, len(later) - 1
+    while low < high:
+        middle = (low + high) // 2
+        counted[later[middle]] = num_tokens_from(later[middle])
+        if counted[later[middle]] <= room * SHARE_KEPT:
+            high = middle
+        else:
+            low = middle + 1
+    return later[low], counted[later[low]]

@@ -59,7 +59,7 @@ class CallIds:
         for answer, written in zip(answers, writings, strict=False):
             if written is None:
                 continue
-            sent, wrote = _calls(answer), _calls(written.message)
+            sent, wrote = answer.calls, written.message.calls
             seen: set[str] = set()
             for mine, theirs, call_id in zip(sent, wrote, self._read(written, wrote), strict=False):
                 is_theirs = is_one_client or mine.call_id == theirs.call_id
@@ -83,7 +83,3 @@ class CallIds:
         ids = written_ids(self.output_format, text, names, in_reasoning=in_reasoning, slot=self._slot)
         self._known.put(id(written), _Read(written, ids), 512 + _BYTES_PER_TOKEN * len(written.ids))
         return ids
-
-
-def _calls(message: Message) -> list[ToolCallBlock]:
-    return [block for block in message.blocks if isinstance(block, ToolCallBlock)]

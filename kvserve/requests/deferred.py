@@ -3,13 +3,13 @@ what is waited for.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 from kvserve.core import AnswerEvent, Message, RequestId, TokenSequence, Waiting
 
 
-class RunningTurn(Protocol):
+class ClientTurn(Protocol):
     """A turn that was taken on, as its client's side needs it: one consumer iterates `events`."""
 
     @property
@@ -41,7 +41,7 @@ class RunningTurn(Protocol):
         """Nobody wants the rest: the row is freed and the events end soon. Idempotent, from any thread."""
 
 
-class TurnInProgress(RunningTurn, Protocol):
+class TurnInProgress(ClientTurn, Protocol):
     """And as those need it who keep its answer."""
 
     @property
@@ -62,7 +62,8 @@ type Begin = Callable[[], TurnInProgress | None]
 
 
 class DeferredTurn:
-    """Asks `begin` again and again, on the thread of whoever waits; `leave` is called once it no longer does.
+    """Asks `begin` again and again, on the thread of whoever waits; `leave` is called once it no longer does or, where
+    it `holds_place`, once its answer is over.
 
     The numbers of tokens are what is known before it begins.
     """
@@ -75,12 +76,14 @@ class DeferredTurn:
         *,
         num_prompt_tokens: int = 0,
         num_marked_tokens: int = 0,
+        holds_place: bool = False,
     ) -> None:
         self.request_id = request_id
         self._begin = begin
         self._leave = leave
         self._num_prompt_tokens = num_prompt_tokens
         self._num_marked_tokens = num_marked_tokens
+        self._holds_place = holds_place
         self._running: TurnInProgress | None = None
         self._is_iterated = False
         self._cancelled = threading.Event()
@@ -120,19 +123,28 @@ class DeferredTurn:
         else:
             self._cancelled.wait(seconds)
 
-    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+    def begin(self) -> TurnInProgress | None:
+        """Begin if it is its turn. Raises RequestError."""
+        if self._running is None:
+            self._running = self._begin()
+        return self._running
+
+    def events(self, poll_seconds: float) -> Generator[AnswerEvent]:
         """`Waiting` until it is its turn, then its answer. Raises RequestError. Cancelled while it waits, it says
         nothing at all."""
-        self._is_iterated = True
+        self._is_iterated = has_place = True
         try:
-            while (running := self._begin()) is None:
+            while (running := self.begin()) is None:
                 if self._cancelled.is_set():
                     return
                 yield Waiting(0, self._num_prompt_tokens)
                 self._cancelled.wait(poll_seconds)
+            if not self._holds_place:
+                has_place = False
+                self._leave()
+            if self._cancelled.is_set():
+                running.cancel()
+            yield from running.events(poll_seconds)
         finally:
-            self._leave()
-        self._running = running
-        if self._cancelled.is_set():
-            running.cancel()
-        yield from running.events(poll_seconds)
+            if has_place:
+                self._leave()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kvserve.core import (
     Block,
     ImageBlock,
+    ImageInput,
     Message,
     MessageStart,
     TextBlock,
@@ -85,6 +86,19 @@ class SharedBeginning:
     tokens: TokenSequence
     message_starts: tuple[MessageStart, ...]
 
+    @classmethod
+    def of(cls, prompt: TokenSequence, message_starts: Sequence[MessageStart], num_tokens: int) -> "SharedBeginning":
+        """The first `num_tokens` tokens of a prompt, which end in no image."""
+        return cls(
+            TokenSequence(prompt.ids[:num_tokens], tuple(span for span in prompt.images if span.end <= num_tokens)),
+            tuple(start for start in message_starts if start.offset < num_tokens),
+        )
+
+    def images_of(self, turn: Turn) -> tuple[ImageInput, ...]:
+        """The images of a turn that are in it."""
+        digests = frozenset(span.digest for span in self.tokens.images)
+        return tuple(image for image in turn.images if image.facts.digest in digests)
+
 
 def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> SharedBeginning:
     """What the prompts of all these turns have in common, as `serve_turn` would write them now; their images were
@@ -96,10 +110,7 @@ def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> SharedBeginn
     num_tokens = min([len(first.ids), *(common_length(first.ids, other.ids) for other in stitched[1:])])
     if (cut := next((span for span in first.images if span.start < num_tokens < span.end), None)) is not None:
         num_tokens = cut.start
-    return SharedBeginning(
-        TokenSequence(first.ids[:num_tokens], tuple(span for span in first.images if span.end <= num_tokens)),
-        tuple(start for start in first.message_starts if start.offset < num_tokens),
-    )
+    return SharedBeginning.of(TokenSequence(first.ids, first.images), first.message_starts, num_tokens)
 
 
 def without_images(turn: Turn) -> Turn:

@@ -22,10 +22,10 @@ class RunningFacts:
     session: str | None
     stage: Stage
     num_prompt_tokens: int
-    num_done_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    seconds: float
+    num_done_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

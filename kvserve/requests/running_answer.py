@@ -2,8 +2,8 @@
 
     tokens -> text -> reasoning | content | tool call -> finish: the conversation is remembered, then the client told
 
-It joins rooms as `serve.py` does, which makes it; it runs on the web thread of its request. What is kept of the turn
-is `remember.py`'s, what is told of it besides `answer_facts.py`'s.
+It joins rooms as `serve.py` does, which makes it; it runs on the web thread of its request. What is kept of the turn is
+at the end of the file, what is told of it besides is `answer_facts.py`'s.
 """
 
 import time
@@ -29,15 +29,24 @@ from kvserve.core import (
     TokenSequence,
     ToolCallEnd,
     Waiting,
+    Written,
 )
 from kvserve.errors import NotReady, RequestError
+from kvserve.explain.raw_prompts import RawRecord
+from kvserve.identity.conversations import RememberedTurn
 from kvserve.output.answer import AnswerReader
-from kvserve.requests.answer_facts import explanation_of, request_facts, running_facts, whose_limit
-from kvserve.requests.answer_state import AnswerState, Submitted
-from kvserve.requests.remember import remember
+from kvserve.requests.answer_facts import (
+    AnswerState,
+    Submitted,
+    explanation_of,
+    request_facts,
+    running_facts,
+    whose_limit,
+)
 from kvserve.requests.request_facts import RunningFacts
 from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.lineage import Branch
+from kvserve.sessions.seen import pack_ids
 
 
 class RunningTurn:
@@ -219,3 +228,55 @@ class RunningTurn:
     @property
     def _state(self) -> AnswerState:
         return AnswerState(self._submitted, self._answer, self.said, self._emitted, self._prefill, self._submitted_at)
+
+
+# --- keeping it: the conversation that the model has read and written, or the raw prompt -----------------------------
+
+
+def remember(state: AnswerState, *, is_aborted: bool) -> Branch | None:
+    """Keep what was read and written; the branch that it went on in, or None for a raw prompt."""
+    submitted, said, conversations = state.submitted, state.said, state.submitted.served.conversations
+    reading, prompt, session = submitted.reading, submitted.prompt, submitted.turn.session
+    ids = _said_ids(state)
+    num_computed_tokens = state.num_computed_tokens + len(ids) if is_aborted else None
+    if reading is None:
+        if not session.leaves_no_record:
+            _remember_raw(state, ids, num_computed_tokens)
+        return None
+    is_written = bool(said.blocks) and bool(ids) and not prompt.continues
+    written = Written(said, prompt.tail_ids, ids, prompt.opens_reasoning) if is_written else None
+    return conversations.remember(
+        reading,
+        RememberedTurn(
+            request_id=submitted.request_id,
+            session=session,
+            prompt=prompt.tokens,
+            message_starts=prompt.message_starts,
+            template_arguments=submitted.template_arguments,
+            written=written,
+            packed_prompt=submitted.packed_prompt,
+            num_computed_tokens=num_computed_tokens,
+        ),
+    )
+
+
+def _remember_raw(state: AnswerState, ids: tuple[int, ...], num_computed_tokens: int | None) -> None:
+    """Keep a raw prompt and what was written to it, for the next one to be compared with."""
+    submitted, text, conversations = state.submitted, state.submitted.prompt.text, state.submitted.served.conversations
+    conversations.raw_prompts.remember(
+        RawRecord(
+            request_id=submitted.request_id,
+            owner=conversations.owner(submitted.turn.session).name,
+            num_prompt_characters=len(text),
+            text=text + state.said.text,
+            packed_ids=submitted.packed_prompt + pack_ids(ids),
+            num_prompt_tokens=submitted.num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+        )
+    )
+
+
+def _said_ids(state: AnswerState) -> tuple[int, ...]:
+    """The tokens of what was said: a stop string and what the model wrote behind it are no part of that."""
+    said, encode = state.answer.said_tokens(), state.submitted.served.tokenizer.encode
+    return (*state.emitted[: said.num_tokens], *(encode(said.rest) if said.rest else ()))

@@ -37,7 +37,7 @@ from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.grammar import AnswerStart, Promise, build_grammar, build_raw_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
-from kvserve.requests.answer_state import Submitted
+from kvserve.requests.answer_facts import Submitted
 from kvserve.requests.prompt_of_turn import looked_at, prompt_of, stitch
 from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.running_answer import RunningTurn

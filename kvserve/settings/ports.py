@@ -66,6 +66,14 @@ def port_taken(host: str, port: int) -> PortTaken:
     )
 
 
+def proxy_port_taken(port: int) -> PortTaken:
+    """The error of a start that finds LiteLLM's port taken."""
+    return PortTaken(
+        f"Port {port} for the LiteLLM proxy is taken by {describe_holder(port)}. It was left alone. Stop it, choose "
+        "another PROXY_PORT, or start with --no-proxy."
+    )
+
+
 def somebody_listens(host: str, port: int) -> bool:
     """Whether a connection to (host, port) is accepted. A wildcard host is asked on loopback."""
     target = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

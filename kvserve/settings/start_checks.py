@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvserve.errors import ModelLoadError, PortTaken, SettingError, StartupError
+from kvserve.errors import ModelLoadError, SettingError, StartupError
 from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
 from kvserve.settings.model_config import read_config
-from kvserve.settings.ports import describe_holder, error_of_binding, refuse_unusable_address, somebody_listens
-from kvserve.settings.rules import policies_in
+from kvserve.settings.ports import error_of_binding, proxy_port_taken, refuse_unusable_address, somebody_listens
+from kvserve.settings.rule_policies import policies_in
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 LOOPBACK = "127.0.0.1"
@@ -117,23 +117,24 @@ def refuse_equal_ports(mlx_port: int, proxy_port: int) -> None:
 
 def refuse_unusable_folder(folder: Path) -> None:
     """Raises SettingError where KV could not be kept: a server that keeps none is not what was asked for."""
-    if (reason := _why_unwritable(folder)) is not None:
-        expected = f"a folder that can be written to ({reason}); --no-disk-cache keeps everything in RAM"
-        raise SettingError("DISK_CACHE_DIR (--disk-cache)", str(folder), expected)
+    _refuse_unwritable(folder, "DISK_CACHE_DIR (--disk-cache)", folder, "; --no-disk-cache keeps everything in RAM")
 
 
 def _refuse_demo_nowhere(state_dir: Path) -> None:
     """Raises SettingError where the demo model is not there and cannot be built."""
-    if not os.path.lexists(state_dir / DEMO_MODEL_NAME) and (reason := _why_unwritable(state_dir)) is not None:
-        expected = f"a folder that can be written to ({reason}), for the demo model"
-        raise SettingError("STATE_DIR", str(state_dir), expected)
+    if not os.path.lexists(state_dir / DEMO_MODEL_NAME):
+        _refuse_unwritable(state_dir, "STATE_DIR", state_dir, ", for the demo model")
 
 
 def _refuse_proxy_nowhere(port: int, state_dir: Path) -> None:
     """Raises SettingError where LiteLLM's configuration cannot be written."""
-    if (reason := _why_unwritable(_proxy_folder(port, state_dir))) is not None:
-        expected = f"a folder that can be written to ({reason}), for LiteLLM; --no-proxy starts without it"
-        raise SettingError("STATE_DIR", str(state_dir), expected)
+    what = ", for LiteLLM; --no-proxy starts without it"
+    _refuse_unwritable(_proxy_folder(port, state_dir), "STATE_DIR", state_dir, what)
+
+
+def _refuse_unwritable(folder: Path, key: str, value: Path, what: str) -> None:
+    if (reason := _why_unwritable(folder)) is not None:
+        raise SettingError(key, str(value), f"a folder that can be written to ({reason}){what}")
 
 
 def _proxy_folder(port: int, state_dir: Path) -> Path:
@@ -173,10 +174,7 @@ def _refuse_unusable_proxy_port(port: int, state_dir: Path) -> None:
         return
     error = error_of_binding(LOOPBACK, port)
     if somebody_listens(LOOPBACK, port) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
-        raise PortTaken(
-            f"Port {port} for the LiteLLM proxy is taken by {describe_holder(port)}. It was left alone. Stop it, "
-            "choose another PROXY_PORT, or start with --no-proxy."
-        )
+        raise proxy_port_taken(port)
     if isinstance(error, OSError):
         expected = f"a port that can be listened on ({error.strerror}); --no-proxy starts without LiteLLM"
         raise SettingError("PROXY_PORT", port, expected)

@@ -10,7 +10,7 @@ a model reads: a wrong guess is KV that nobody asks for.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import Block, Message, Role, TextBlock, ThinkingBlock, ToolCallBlock
+from kvserve.core import Block, Message, Role, TextBlock, ThinkingBlock
 
 OPENING_CHARS = 24
 MAX_OPENINGS = 8
@@ -158,21 +158,13 @@ def _with_echo(known: Habits, answer: Message, echo: Message) -> Habits:
     """What the echo of an answer shows; what the answer has not got shows nothing."""
     if any(isinstance(block, ThinkingBlock) for block in answer.blocks):
         known = replace(known, keeps_thinking=any(isinstance(block, ThinkingBlock) for block in echo.blocks))
-    said, again = _text(answer), _text(echo)
+    said, again = answer.text, echo.text
     if said != said.strip():
         known = replace(known, trims_text=again == said.strip())
-    ids, own_ids = _call_ids(answer), _call_ids(echo)
-    if ids:
+    if answer.calls:
+        ids, own_ids = ([call.call_id for call in message.calls] for message in (answer, echo))
         known = replace(known, renames_calls=ids != own_ids)
     return known
-
-
-def _text(message: Message) -> str:
-    return "".join(block.text for block in message.blocks if isinstance(block, TextBlock))
-
-
-def _call_ids(message: Message) -> list[str]:
-    return [block.call_id for block in message.blocks if isinstance(block, ToolCallBlock)]
 
 
 def _glued(before: Message, now: Message) -> tuple[str, str]:

@@ -82,14 +82,13 @@ class NextTurnPredictor:
         num_known = common_length(turn.running.context.ids, guess.tokens.ids)
         if len(guess.tokens) - num_known <= MIN_NEW_TOKENS:
             return None
-        digests = frozenset(span.digest for span in guess.tokens.images)
         return WarmJob(
             tokens=guess.tokens,
             kind="next_turn",
             message_starts=guess.message_starts,
             key=line.name,
-            images=tuple(image for image in turn.turn.images if image.facts.digest in digests),
-            ends_before_user=not _calls(turn.running.said),
+            images=guess.images_of(turn.turn),
+            ends_before_user=not turn.running.said.calls,
             partition=served.partition(turn.turn.session.principal),
             owner=served.conversations.owner(turn.turn.session).name,
         )
@@ -172,14 +171,10 @@ def _next_messages(history: History, words: str, mark: str) -> tuple[Message, ..
     *before, answer = history.messages
     answer = replace(answer, blocks=tuple(_marked(block, mark) for block in answer.blocks))
     said: Sequence[Message] = [
-        Message("tool", (ToolResultBlock(call.call_id, (TextBlock(words),)),)) for call in _calls(answer)
+        Message("tool", (ToolResultBlock(call.call_id, (TextBlock(words),)),)) for call in answer.calls
     ]
     return (*before, answer, *(said or [Message("user", (TextBlock(words),))]), *history.carried)
 
 
 def _marked(block: Block, mark: str) -> Block:
     return replace(block, call_id=block.call_id + mark) if mark and isinstance(block, ToolCallBlock) else block
-
-
-def _calls(message: Message) -> list[ToolCallBlock]:
-    return [block for block in message.blocks if isinstance(block, ToolCallBlock)]

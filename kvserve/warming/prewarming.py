@@ -7,10 +7,10 @@ It joins rooms and writes prompts as requests do. What is reused is decided by t
 here can hide anything; an engine that has something else to do does that first.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvserve.core import Message, MessageStart, TextBlock, TokenSequence, Turn
-from kvserve.engine.warming import Warming, WarmJob
+from kvserve.engine.warming import Warming, WarmJob, WarmResult
 from kvserve.errors import ContextOverflow, EngineFailure, NotReady
 from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
 from kvserve.requests.serve import preview
@@ -21,32 +21,16 @@ WAIT_SECONDS = 600.0
 """An engine that found no time in so long will find none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prewarming:
-    """A client's wish that is being fulfilled."""
-
-    model: str
-    warming: Warming
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is over."""
-        return self.warming.wait(seconds) is not None
-
-    def cancel(self) -> None:
-        """Nobody wants it any more."""
-        self.warming.cancel()
-
-
-def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
+def prewarm(turn: Turn, served: ServedModel) -> Warming:
     """Have what requests with these messages and tools begin with computed soon, unless their owner was forgotten since
     the wish came. Raises RequestError."""
     with served.keeping(turn) as may_keep:
         job = _job(turn, served)
         if may_keep:
-            return Prewarming(served.name, served.engine.warm(job))
+            return served.engine.warm(job)
     dropped = Warming(job)
     dropped.drop("forgotten")
-    return Prewarming(served.name, dropped)
+    return dropped
 
 
 def _job(turn: Turn, served: ServedModel) -> WarmJob:
@@ -55,13 +39,11 @@ def _job(turn: Turn, served: ServedModel) -> WarmJob:
     num_tokens = len(beginning.tokens)
     if num_tokens >= served.context_limit:
         raise ContextOverflow(num_tokens, served.context_limit)
-    shown = frozenset(span.digest for span in beginning.tokens.images)
-    images = tuple(image for image in looked_at.images if image.facts.digest in shown)
     return WarmJob(
         beginning.tokens,
         "prewarm",
         beginning.message_starts,
-        images=images,
+        images=beginning.images_of(looked_at),
         partition=served.partition(turn.session.principal),
         owner=served.conversations.owner(turn.session).name,
     )
@@ -92,12 +74,11 @@ def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
     ]
 
 
-def raise_for(warming: Warming) -> None:
+def raise_for(result: WarmResult) -> None:
     """Raises what a client must hear of a job that is over: it failed, or the engine goes."""
-    result = warming.result
-    if result is not None and result.state == "failed":
+    if result.state == "failed":
         raise EngineFailure(f"The prefix could not be computed: {result.reason}")
-    if result is not None and result.reason in ("shutdown", "not ready"):
+    if result.reason in ("shutdown", "not ready"):
         raise NotReady("The model does not compute now.", retry_after_seconds=10)
 
 
@@ -106,11 +87,7 @@ def _beginning(turn: Turn, looked_at: Turn, served: ServedModel) -> SharedBeginn
     else come somebody's words, which are not known."""
     if turn.messages and turn.messages[-1].role in ("user", "tool"):
         prompt = preview(turn, served)
-        num_tokens = len(prompt.tokens) - len(prompt.tail_ids)
-        tokens = TokenSequence(
-            prompt.tokens.ids[:num_tokens], tuple(span for span in prompt.tokens.images if span.end <= num_tokens)
-        )
-        return SharedBeginning(tokens, tuple(start for start in prompt.message_starts if start.offset < num_tokens))
+        return SharedBeginning.of(prompt.tokens, prompt.message_starts, len(prompt.tokens) - len(prompt.tail_ids))
     return shared_beginning([_with_words(looked_at, words) for words in FIRST_WORDS], served)
 
 

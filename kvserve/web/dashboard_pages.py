@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvserve.core import JsonObject
-from kvserve.errors import NotFound, NotReady, RequestError
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.errors import NotFound, NotReady
+from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.web.exchange import Header, HttpExchange
 from kvserve.web.service import WebService
 
@@ -68,18 +67,14 @@ def get_events(exchange: HttpExchange, service: WebService) -> None:
 
 def _watch(exchange: HttpExchange, service: WebService) -> None:
     exchange.may_keep_connection = False
-    stream = exchange.open_stream(_error_chunk)
+    stream = exchange.open_stream(encode_openai_error)
     while not exchange.is_last:
-        stream.send([service.dashboard()])
+        stream.send([service.observability.dashboard()])
         wake_at = time.monotonic() + INTERVAL_SECONDS
         while not exchange.is_last and (left := wake_at - time.monotonic()) > 0:
             exchange.check_client()
             time.sleep(min(left, LOOK_SECONDS))
     stream.end()
-
-
-def _error_chunk(error: RequestError) -> JsonObject:
-    return encode_error(error)
 
 
 def _send_file(exchange: HttpExchange, name: str) -> None:

@@ -43,6 +43,12 @@ class Front:
     connections: ConnectionTable
     report: Report
 
+    def exchange(self, connection: socket.socket, reader: ConnectionReader) -> HttpExchange:
+        """A request that is to come, and its answer."""
+        router = self.router
+        count_error = router.service.observability.count_error
+        return HttpExchange(connection, reader, self.settings, self.connections, router.encode_error, count_error)
+
 
 class ConnectionHandler(BaseHTTPRequestHandler):
     """Serves the requests of one connection, one after the other, on its own thread."""
@@ -73,7 +79,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         self._is_first_request = False
         if not self._reader.wait_for_request(timeout):
             return
-        exchange = self._new_exchange()
+        exchange = self._front.exchange(self.connection, self._reader)
         self._owes_bytes = True
         try:
             self._serve(exchange)
@@ -83,18 +89,6 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             self.close_connection = not self._front.connections.enter_phase(self._entry, "silent")
         elif self._owes_bytes:
             self._reader.discard_rest(settings.linger_seconds)
-
-    def _new_exchange(self) -> HttpExchange:
-        front = self._front
-        router = front.router
-        return HttpExchange(
-            self.connection,
-            self._reader,
-            front.settings,
-            front.connections,
-            router.encode_error,
-            router.service.count_error,
-        )
 
     def _serve(self, exchange: HttpExchange) -> None:
         try:

@@ -1,22 +1,20 @@
 """The routes of `/v1/responses`, and the storing of responses. It joins `protocols/` with the service."""
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from urllib.parse import parse_qsl
 
-from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
+from kvserve.core import JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
-from kvserve.protocols.principal import read_principal
 from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
-from kvserve.protocols.unserved import answer_in_words
-from kvserve.web.exchange import HttpExchange
-from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
+from kvserve.protocols.session import read_principal
+from kvserve.web.exchange import NAMED, HttpExchange
+from kvserve.web.send_turn import begin_turn, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
-from kvserve.web.sse import NAMED
 
 
 def post_response(exchange: HttpExchange, service: WebService) -> None:
@@ -25,32 +23,20 @@ def post_response(exchange: HttpExchange, service: WebService) -> None:
     own = service.responses.of(read_principal(body, headers))
     request = parse_responses(body, headers, service.defaults, exchange.request_id, own)
     served = service.begin(request.turn)
-    encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
-    keeping = _KeepingEncoder(encoder, request, service.responses)
-    if request.words is not None:
-        service.answered_in_words(request.turn, served)
-        _send_words(exchange, request, encoder, keeping)
-        return
+    encoder = ResponseStreamEncoder(
+        exchange.request_id,
+        served.name,
+        int(time.time()),
+        request.described,
+        partial(_keep, service.responses, request),
+    )
     with request.names.speaking():
-        running = service.serve(request.turn, served)
+        running = begin_turn(service, request.turn, served, request.words)
         if request.stream:
-            stream_turn(exchange, running, keeping, encoder.first_events(), NAMED)
+            stream_turn(exchange, running, encoder, encoder.first_events(), NAMED)
             return
         for event in whole_answer_events(exchange, running):
-            keeping.encode(event)
-    exchange.send_json(200, encoder.response)
-
-
-def _send_words(
-    exchange: HttpExchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
-) -> None:
-    """Send the answer that needs no model."""
-    events = answer_in_words(request.words or "")
-    if request.stream:
-        send_events(exchange, events, keeping, NAMED, first=encoder.first_events())
-        return
-    for event in events:
-        keeping.encode(event)
+            encoder.encode(event)
     exchange.send_json(200, encoder.response)
 
 
@@ -82,33 +68,14 @@ def _own_responses(exchange: HttpExchange, service: WebService) -> OwnResponses:
     return service.responses.of_key(key_digest(exchange.head.as_mapping()))
 
 
-class _KeepingEncoder:
-    """An encoder that stores the response before the client receives its end: the next request may name it at once."""
-
-    def __init__(self, encoder: ResponseStreamEncoder, request: ResponsesRequest, store: ResponseStore) -> None:
-        self._encoder = encoder
-        self._request = request
-        self._store = store
-        self.keep_alive = encoder.keep_alive
-        self.error_chunk = encoder.error_chunk
-
-    def encode(self, event: AnswerEvent) -> Sequence[JsonObject]:
-        """The wire's events."""
-        events = self._encoder.encode(event)
-        if isinstance(event, Finished) and self._request.store:
-            with self._request.turn.keeping as may_keep:
-                if may_keep:
-                    self._keep()
-        return events
-
-    def _keep(self) -> None:
-        request, session = self._request, self._request.turn.session
-        self._store.put(
-            StoredResponse(
-                self._encoder.response,
-                request.items,
-                request.previous_response_id,
-                session.principal,
-                session.session_id,
+def _keep(store: ResponseStore, request: ResponsesRequest, response: JsonObject) -> None:
+    """Store a response that is complete, unless its client wants none stored or its owner was forgotten since it
+    came."""
+    session = request.turn.session
+    with request.turn.keeping as may_keep:
+        if may_keep and request.store:
+            store.put(
+                StoredResponse(
+                    response, request.items, request.previous_response_id, session.principal, session.session_id
+                )
             )
-        )

@@ -4,31 +4,76 @@ import time
 from urllib.parse import parse_qs, parse_qsl
 
 from kvserve.core import JsonObject, key_digest
+from kvserve.engine.warming import Warming, WarmResult
 from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
-from kvserve.protocols import (
-    anthropic_errors,
-    anthropic_messages,
-    anthropic_models,
-    openai_chat,
-    openai_completions,
-    openai_models,
-)
+from kvserve.protocols import agents, anthropic_messages, openai_chat, openai_completions
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
+from kvserve.protocols.error_bodies import ANTHROPIC_STATUSES, encode_anthropic_error, encode_openai_error
 from kvserve.protocols.fields import decode_body
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.model_cards import (
+    encode_anthropic_model,
+    encode_anthropic_model_list,
+    encode_openai_model,
+    encode_openai_model_list,
+)
 from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
-from kvserve.protocols.unserved import answer_in_words
+from kvserve.requests.deferred import ClientTurn
 from kvserve.requests.serve import collect
-from kvserve.warming.prewarming import WAIT_SECONDS, Prewarming, raise_for
-from kvserve.web.agent_routes import AGENT_ROUTES
+from kvserve.warming.prewarming import WAIT_SECONDS, raise_for
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
-from kvserve.web.exchange import HttpExchange
+from kvserve.web.exchange import NAMED, HttpExchange
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
-from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
+from kvserve.web.send_turn import begin_turn, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
-from kvserve.web.sse import NAMED
+
+
+def post_agents(exchange: HttpExchange, service: WebService) -> None:
+    """POST /v1/agents."""
+    card = service.agents.create(agents.parse_create(decode_body(exchange.body)))
+    exchange.send_json(201, agents.encode_agent(card))
+
+
+def get_agents(exchange: HttpExchange, service: WebService) -> None:
+    """GET /v1/agents."""
+    exchange.send_json(200, agents.encode_list(service.agents.cards()))
+
+
+def get_agent(exchange: HttpExchange, service: WebService) -> None:
+    """GET /v1/agents/{agent_id}."""
+    agent_id = exchange.path_rest
+    exchange.send_json(200, agents.encode_agent(service.agents.card(agent_id), service.agents.history(agent_id)))
+
+
+def delete_agent(exchange: HttpExchange, service: WebService) -> None:
+    """DELETE /v1/agents/{agent_id}."""
+    service.agents.delete(exchange.path_rest)
+    exchange.send_json(200, agents.encode_deleted(exchange.path_rest))
+
+
+def post_generate(exchange: HttpExchange, service: WebService) -> None:
+    """POST /v1/agents/{agent_id}/generate."""
+    body, headers = decode_body(exchange.body), exchange.head.as_mapping()
+    request = agents.parse_generate(body, headers, service.defaults, exchange.request_id)
+    running = service.agents.generate(exchange.path_rest, request.turn)
+    chat = openai_chat.ChatEncoder(
+        exchange.request_id,
+        running.model_name,
+        int(time.time()),
+        request.include_usage,
+        uses_functions=request.uses_functions,
+    )
+    _send_chat(exchange, running, agents.AgentEncoder(chat, lambda: running.note), stream=request.stream)
+
+
+AGENT_ROUTES = (
+    Route("POST", "/v1/agents", post_agents, needs_body=True),
+    Route("GET", "/v1/agents", get_agents),
+    Route("POST", "/v1/agents/*/generate", post_generate, needs_body=True),
+    Route("GET", "/v1/agents/*", get_agent),
+    Route("DELETE", "/v1/agents/*", delete_agent),
+)
 
 
 def post_chat(exchange: HttpExchange, service: WebService) -> None:
@@ -36,30 +81,25 @@ def post_chat(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
-    with request.names.speaking():
-        running = service.serve(request.turn, served)
-        if request.stream:
-            encoder = openai_chat.ChatStreamEncoder(
-                exchange.request_id,
-                served.name,
-                created,
-                request.include_usage,
-                with_logprobs=with_logprobs,
-                uses_functions=request.uses_functions,
-            )
-            stream_turn(exchange, running, encoder, [encoder.role_chunk()])
-            return
-        answer = collect(whole_answer_events(exchange, running))
-    whole = openai_chat.encode_answer(
-        answer,
+    encoder = openai_chat.ChatEncoder(
         exchange.request_id,
         served.name,
-        created,
-        with_logprobs=with_logprobs,
+        int(time.time()),
+        request.include_usage,
+        with_logprobs=request.turn.num_top_logprobs is not None,
         uses_functions=request.uses_functions,
     )
-    exchange.send_json(200, whole)
+    with request.names.speaking():
+        _send_chat(exchange, service.serve(request.turn, served), encoder, stream=request.stream)
+
+
+def _send_chat(
+    exchange: HttpExchange, running: ClientTurn, encoder: openai_chat.ChatEncoder | agents.AgentEncoder, *, stream: bool
+) -> None:
+    if stream:
+        stream_turn(exchange, running, encoder, [encoder.role_chunk()])
+    else:
+        exchange.send_json(200, encoder.encode_whole(collect(whole_answer_events(exchange, running))))
 
 
 def post_completion(exchange: HttpExchange, service: WebService) -> None:
@@ -67,20 +107,16 @@ def post_completion(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
+    with_logprobs = request.turn.num_top_logprobs is not None
+    encoder = openai_completions.CompletionEncoder(
+        exchange.request_id, served.name, int(time.time()), request.include_usage, with_logprobs=with_logprobs
+    )
     with request.names.speaking():
         running = service.serve(request.turn, served)
         if request.stream:
-            encoder = openai_completions.CompletionStreamEncoder(
-                exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
-            )
             stream_turn(exchange, running, encoder, [])
-            return
-        answer = collect(whole_answer_events(exchange, running))
-    body = openai_completions.encode_completion(
-        answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs
-    )
-    exchange.send_json(200, body)
+        else:
+            exchange.send_json(200, encoder.encode_whole(collect(whole_answer_events(exchange, running))))
 
 
 def post_messages(exchange: HttpExchange, service: WebService) -> None:
@@ -88,12 +124,8 @@ def post_messages(exchange: HttpExchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    if request.words is not None:
-        service.answered_in_words(request.turn, served)
-        _send_words(exchange, request, served.name)
-        return
     with request.names.speaking():
-        running = service.serve(request.turn, served)
+        running = begin_turn(service, request.turn, served, request.words)
         encoder = MessageStreamEncoder(
             exchange.request_id,
             served.name,
@@ -107,16 +139,6 @@ def post_messages(exchange: HttpExchange, service: WebService) -> None:
     exchange.send_json(200, whole_message(events))
 
 
-def _send_words(exchange: HttpExchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
-    """Send the answer that needs no model."""
-    encoder = MessageStreamEncoder(exchange.request_id, model, lambda: PromptCounts(0), shows_thinking=False)
-    events = answer_in_words(request.words or "")
-    if request.stream:
-        send_events(exchange, events, encoder, NAMED)
-    else:
-        exchange.send_json(200, whole_message(made for event in events for made in encoder.encode(event)))
-
-
 def post_count_tokens(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/messages/count_tokens."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
@@ -128,9 +150,9 @@ def get_models(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/models, in the form of the API that the client speaks."""
     if _speaks_anthropic(exchange):
         query = dict(parse_qsl(exchange.head.query))
-        exchange.send_json(200, anthropic_models.encode_model_list(service.list_models(), query))
+        exchange.send_json(200, encode_anthropic_model_list(service.list_models(), query))
         return
-    exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
+    exchange.send_json(200, encode_openai_model_list(service.list_models()))
 
 
 def get_model(exchange: HttpExchange, service: WebService) -> None:
@@ -140,14 +162,14 @@ def get_model(exchange: HttpExchange, service: WebService) -> None:
     card = cards.get(exchange.path_rest)
     if card is None:
         raise NotFound(f"The model {exchange.path_rest!r} is not served here.", param="model")
-    exchange.send_json(200, (anthropic_models if is_anthropic else openai_models).encode_model(card))
+    exchange.send_json(200, (encode_anthropic_model if is_anthropic else encode_openai_model)(card))
 
 
 def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) -> bool:
     """Whether the client speaks Anthropic's API on a path of both APIs; its errors then take that form."""
     if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
         return False
-    exchange.encode_error, exchange.own_statuses = anthropic_errors.encode_error, anthropic_errors.STATUSES
+    exchange.encode_error, exchange.own_statuses = encode_anthropic_error, ANTHROPIC_STATUSES
     return True
 
 
@@ -168,48 +190,47 @@ def post_prewarm(exchange: HttpExchange, service: WebService) -> None:
     body = decode_body(exchange.body)
     _speaks_anthropic(exchange, body)
     turn = parse_prewarm(body, exchange.head.as_mapping(), service.defaults, exchange.request_id)
-    wanted = service.prewarm(turn, service.begin(turn))
-    exchange.send_json(200, _prewarmed(exchange, wanted))
-
-
-def _prewarmed(exchange: HttpExchange, wanted: Prewarming) -> JsonObject:
-    """The answer, once the prompt is computed. Raises ClientGone, NotReady, EngineFailure."""
-    give_up_at = time.monotonic() + WAIT_SECONDS
-    try:
-        while not wanted.wait(exchange.settings.poll_seconds):
-            exchange.check_client()
-            if exchange.must_stop or time.monotonic() > give_up_at:
-                raise NotReady("The model found no time for it.", retry_after_seconds=10)
-    finally:
-        wanted.cancel()
-    raise_for(wanted.warming)
-    result = wanted.warming.result
-    if result is None:
-        raise NotReady("The model found no time for it.", retry_after_seconds=10)
-    return encode_prewarmed(
-        wanted.model,
+    served = service.begin(turn)
+    result = _warmed(exchange, service.prewarm(turn, served))
+    raise_for(result)
+    answer = encode_prewarmed(
+        served.name,
         num_tokens=result.num_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_computed_tokens=result.num_computed_tokens,
         seconds=result.seconds,
         reason=result.reason,
     )
+    exchange.send_json(200, answer)
+
+
+def _warmed(exchange: HttpExchange, warming: Warming) -> WarmResult:
+    """The result, once the prompt is computed. Raises ClientGone, NotReady."""
+    give_up_at = time.monotonic() + WAIT_SECONDS
+    try:
+        while (result := warming.wait(exchange.settings.poll_seconds)) is None:
+            exchange.check_client()
+            if exchange.must_stop or time.monotonic() > give_up_at:
+                raise NotReady("The model found no time for it.", retry_after_seconds=10)
+        return result
+    finally:
+        warming.cancel()
 
 
 def get_explanation(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache/explain/{request_id}: takes a request's id, an answer's `id`, which contains it, or the beginning
     of either, as the terminal shows it."""
-    exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
+    exchange.send_json(200, service.observability.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 
 def get_last_explanation(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache/explain, also with `?last`: the newest finished request."""
-    exchange.send_json(200, service.explain(None, key_digest(exchange.head.as_mapping())))
+    exchange.send_json(200, service.observability.explain(None, key_digest(exchange.head.as_mapping())))
 
 
 def get_metrics(exchange: HttpExchange, service: WebService) -> None:
     """GET /metrics."""
-    exchange.send_body(200, METRICS_TYPE, service.metrics())
+    exchange.send_body(200, METRICS_TYPE, service.observability.metrics())
 
 
 def delete_cache(exchange: HttpExchange, service: WebService) -> None:
@@ -244,16 +265,16 @@ ROUTES = (
         "/v1/messages",
         post_messages,
         needs_body=True,
-        encode_error=anthropic_errors.encode_error,
-        statuses=anthropic_errors.STATUSES,
+        encode_error=encode_anthropic_error,
+        statuses=ANTHROPIC_STATUSES,
     ),
     Route(
         "POST",
         "/v1/messages/count_tokens",
         post_count_tokens,
         needs_body=True,
-        encode_error=anthropic_errors.encode_error,
-        statuses=anthropic_errors.STATUSES,
+        encode_error=encode_anthropic_error,
+        statuses=ANTHROPIC_STATUSES,
     ),
     Route("POST", "/v1/responses", post_response, needs_body=True),
     Route("GET", "/v1/responses/*", get_response),
@@ -277,4 +298,4 @@ ROUTES = (
 def make_router(service: WebService) -> Router:
     """The table bound to a service. Errors outside every route take OpenAI's form. Clients may leave `/v1` out of their
     base URL, as many do with local servers."""
-    return Router(ROUTES, service, encode_error, prefix="/v1")
+    return Router(ROUTES, service, encode_openai_error, prefix="/v1")

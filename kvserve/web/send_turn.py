@@ -4,15 +4,17 @@ It knows events and time; the route's encoder knows the protocol's fields.
 """
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Protocol
 
-from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
+from kvserve.core import AnswerEvent, Finished, JsonObject, RequestId, Turn, Waiting
 from kvserve.errors import EngineFailure, NotReady, RequestError
-from kvserve.requests.deferred import RunningTurn
-from kvserve.web.exchange import HttpExchange
-from kvserve.web.sse import UNNAMED, EventStream, Framing
+from kvserve.protocols.placeholders import answer_in_words
+from kvserve.requests.deferred import ClientTurn
+from kvserve.requests.served_model import ServedModel
+from kvserve.web.exchange import UNNAMED, EventStream, Framing, HttpExchange
+from kvserve.web.service import WebService
 
 _STOPPED = "The server is shutting down; the answer was not finished."
 
@@ -32,7 +34,7 @@ class StreamEncoder(Protocol):
 
 def stream_turn(
     exchange: HttpExchange,
-    running: RunningTurn,
+    running: ClientTurn,
     encoder: StreamEncoder,
     first: Sequence[JsonObject],
     framing: Framing = UNNAMED,
@@ -51,17 +53,32 @@ def stream_turn(
     stream.end()
 
 
-def send_events(
-    exchange: HttpExchange,
-    events: Iterable[AnswerEvent],
-    encoder: StreamEncoder,
-    framing: Framing = UNNAMED,
-    first: Iterable[JsonObject] = (),
-) -> None:
-    """Send a complete answer as a stream. Raises ClientGone."""
-    stream = exchange.open_stream(encoder.error_chunk, framing)
-    stream.send([*first, *(chunk for event in events for chunk in encoder.encode(event))])
-    stream.end()
+class WordsTurn:
+    """A turn that is answered without a model, in `words`."""
+
+    num_prompt_tokens = num_marked_tokens = 0
+
+    def __init__(self, request_id: RequestId, words: str) -> None:
+        self.request_id = request_id
+        self._words = words
+
+    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        """All of it, at once."""
+        return answer_in_words(self._words)
+
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """There is nothing to wait for."""
+
+    def cancel(self) -> None:
+        """There is nothing to end."""
+
+
+def begin_turn(service: WebService, turn: Turn, served: ServedModel, words: str | None) -> ClientTurn:
+    """Submit a turn; where no model can answer it, `words` do. Raises RequestError before anything is computed."""
+    if words is None:
+        return service.serve(turn, served)
+    service.observability.answered_in_words(turn, served.name)
+    return WordsTurn(turn.request_id, words)
 
 
 class _Streaming:
@@ -69,7 +86,7 @@ class _Streaming:
     sends them, never both at once."""
 
     def __init__(
-        self, exchange: HttpExchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream
+        self, exchange: HttpExchange, running: ClientTurn, encoder: StreamEncoder, stream: EventStream
     ) -> None:
         self._exchange = exchange
         self._running = running
@@ -123,7 +140,7 @@ class _Streaming:
             self._last_output = now
 
 
-def complete_events(exchange: HttpExchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
+def complete_events(exchange: HttpExchange, running: ClientTurn, poll_seconds: float) -> Generator[AnswerEvent]:
     """The events up to `Finished`.
 
     Raises NotReady if the server stops before that, so that no client takes a part for the whole, and EngineFailure if
@@ -144,7 +161,7 @@ def complete_events(exchange: HttpExchange, running: RunningTurn, poll_seconds: 
             running.cancel()
 
 
-def whole_answer_events(exchange: HttpExchange, running: RunningTurn) -> Generator[AnswerEvent]:
+def whole_answer_events(exchange: HttpExchange, running: ClientTurn) -> Generator[AnswerEvent]:
     """The same for an answer that is sent whole. Raises ClientGone if the client has left before an event."""
     with closing(complete_events(exchange, running, exchange.settings.poll_seconds)) as events:
         for event in events:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.agents.agent_nouns import NewAgent, TurnDone
 from kvserve.agents.agent_store import AgentStore
 from kvserve.core import ImageSpan, Message, TextBlock, ThinkingBlock, TokenSequence, ToolCallBlock
+from kvserve.core.agent_nouns import NewAgent, TurnDone
 from kvserve.errors import Conflict, NotFound, StorageFailure
 
 QUESTION = Message("user", (TextBlock("What is it?"),))
@@ -37,7 +37,7 @@ def test_a_history_is_read_as_it_was_written(file: Path) -> None:
     context = TokenSequence((7, 200_000), (ImageSpan(1, 2, "a" * 64),))
     agent = store.append(agent, replace(done(QUESTION, first_turn=1), context=context))
     assert (agent.num_turns, agent.first_turn, agent.last_accessed) == (2, 1, 30.0)
-    assert (agent.context, agent.num_context_tokens, agent.context_model) == (context, 2, "served/m")
+    assert (agent.context, len(agent.context), agent.context_model) == (context, 2, "served/m")
     store.close()
     again = AgentStore(file)
     assert again.agent("one") == agent

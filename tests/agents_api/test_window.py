@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.agents.window import SHARE_KEPT, answer_room, first_turn_shown
+from kvserve.requests.agent_turns import SHARE_KEPT, answer_room, first_turn_shown
 
 TURNS = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=30)
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.app.call_forms import unheld_calls
-from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
+from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls, unheld_calls
 from kvserve.core import CallRow
 from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm

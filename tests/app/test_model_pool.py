@@ -196,7 +196,7 @@ def test_who_waits_for_another_model_is_listed(app: AppUnderTest) -> None:
     hello = [{"role": "user", "content": "Hello."}]
 
     def waiting() -> list[dict[str, Any]]:
-        body: Any = app.app.dashboard()
+        body: Any = app.app.observability.dashboard()
         return [each for each in body["running"] if each["stage"] == "waiting for model"]
 
     with app.connect() as running, app.connect() as first, app.connect() as second:
@@ -219,7 +219,7 @@ def test_who_waits_for_another_model_is_listed(app: AppUnderTest) -> None:
             assert one["request_id"] != two["request_id"]
             running.close()
         assert first.read_response().status == second.read_response().status == 200
-    assert eventually(lambda: app.app.dashboard()["running"] == [])
+    assert eventually(lambda: app.app.observability.dashboard()["running"] == [])
     assert app.line_of(str(one["request_id"])), "it is the request that was answered then"
 
 

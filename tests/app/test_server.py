@@ -17,7 +17,6 @@ import pytest
 import kvserve.app.model_factory
 from kvserve.app.wiring import access_warnings
 from kvserve.errors import ModelLoadError, PortTaken
-from kvserve.observe.log import parse_line
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.laws import sampled_cells
 from tests.serving import (
@@ -33,6 +32,7 @@ from tests.serving import (
     unstarted_app,
     writing,
 )
+from tests.trace_lines import parse_line
 from tests.web.fakes import RawClient
 
 

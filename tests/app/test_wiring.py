@@ -11,11 +11,11 @@ from kvserve.app.wiring import (
     catalogue_settings,
     engine_settings,
     identity_settings,
+    observability_settings,
     proxy_settings,
     remote_pictures,
     request_defaults,
     response_store,
-    seeing_settings,
     web_settings,
 )
 from kvserve.config import Settings, setting_key
@@ -35,7 +35,7 @@ def every_room(settings: Settings) -> SimpleNamespace:
         web=web_settings(settings),
         proxy=proxy_settings(settings, 1),
         pictures=remote_pictures(settings),
-        seeing=seeing_settings(settings),
+        seeing=observability_settings(settings),
         responses=response_store(settings, "on", print),
     )
 

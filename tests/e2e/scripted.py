@@ -22,7 +22,6 @@ import kvserve.requests.serve
 from kvserve.app.server import Server
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
-from kvserve.observe.log import parse_line
 from kvserve.observe.terminal import Terminal
 from kvserve.output.grammar import Promise, build_grammar
 from kvserve.output.lark import quote
@@ -30,6 +29,7 @@ from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.served_model import ServedModel
 from tests.e2e.servers import PROXY_START_SECONDS, wait_until
 from tests.proxy.stubs import free_port
+from tests.trace_lines import parse_line
 
 NUM_THINKING_TOKENS = 24
 NEVER = -100.0

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.config import Settings, setting_key
-from kvserve.observe.log import parse_line
+from kvserve.proxy.generate import ProxyFiles
 from kvserve.proxy.ownership import PidFile, ProcessIdentity, identify
-from kvserve.proxy.settings import ProxyFiles
 from tests.proxy.stubs import free_port
+from tests.trace_lines import parse_line
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 180.0

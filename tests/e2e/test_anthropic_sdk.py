@@ -9,7 +9,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, ToolUseBlock
 
-from kvserve.protocols.anthropic_signature import signed_text
+from kvserve.protocols.sealed_thinking import signed_text
 from tests.e2e.conftest import API_KEY, CONTEXT_LIMIT
 from tests.e2e.servers import ServerProcess
 from tests.e2e.test_openai_sdk import CITIES, ZONES, added_token

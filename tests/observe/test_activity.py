@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvserve.core import RequestId
-from kvserve.observe.activity import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, Activity
+from kvserve.observe.dashboard import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, Activity
 from kvserve.requests.request_facts import RequestFacts, RunningFacts
 
 

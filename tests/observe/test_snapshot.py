@@ -7,8 +7,8 @@ from typing import Any
 from kvserve.core import RequestId, Reuse
 from kvserve.explain.difference import Difference
 from kvserve.explain.explanation import Explanation
-from kvserve.observe.activity import Activity
-from kvserve.observe.snapshot import MAX_BRANCHES, MAX_MISSES, Look, dashboard_body, readings
+from kvserve.observe.dashboard import MAX_BRANCHES, MAX_MISSES, Activity, Look, dashboard_body
+from kvserve.observe.metrics import readings
 from kvserve.requests.request_facts import RunningFacts
 from kvserve.sessions.lineage import Branch, BranchId, SessionKey, SessionView
 
@@ -48,13 +48,13 @@ def body(seen: Look, *explanations: Explanation, shows_text: bool = False) -> di
 
 def test_numbers_are_read_where_they_stand() -> None:
     """A gauge, a counter, one that lies deeper; what the server has not got is not told."""
-    found = {reading.name: (reading.kind, reading.value) for reading in readings(look())}
+    found = {reading.name: (reading.kind, reading.value) for reading in readings(look().health, CACHE)}
     assert found["num_requests_running"] == ("gauge", 2)
     assert found["evicted_tokens"] == ("counter", 3)
     assert found["vlm_retreat"] == ("counter", 1)
     assert found["up"] == ("gauge", 1)
     assert "disk_bytes" not in found
-    loading = {reading.name: reading.value for reading in readings(look(cache=None))}
+    loading = {reading.name: reading.value for reading in readings(look().health, None)}
     assert loading["up"] == 0 and "ram_bytes" not in loading
 
 

@@ -263,9 +263,9 @@ def test_several_live_bars_share_the_screen(live: Screen) -> None:
 
 def test_loading_says_when_it_is_done(plain: Screen) -> None:
     """In a file: a line when it begins, with bytes where they are known, and one when it is over."""
-    with plain.terminal.loading("tiny") as bar:
+    with plain.terminal.loading("tiny") as tell:
         plain.seconds = 6.0
-        bar.update(4_000_000_000, 16_000_000_000)
+        tell(4_000_000_000, 16_000_000_000)
     assert plain.lines == [
         "loading tiny",
         "loading tiny: 4.0 of 16.0 GB (25 %)",

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.core.keeping import Scope
-from kvserve.observe.log import parse_line
 from kvserve.observe.trace import TraceLimits, TraceLog, session_label
+from tests.trace_lines import parse_line
 
 NOON = datetime(2026, 11, 21, 12, 0, 0).astimezone().timestamp()
 DAY = "2026-11-21"

@@ -13,21 +13,21 @@ from kvserve.core import (
     ToolResultBlock,
     Usage,
 )
+from kvserve.core.agent_nouns import NewAgent
 from kvserve.errors import BadRequest
 from kvserve.protocols.agents import (
+    AgentEncoder,
     AgentNote,
-    AgentStreamEncoder,
-    CreateRequest,
     encode_message,
     iso_time,
     parse_create,
 )
-from kvserve.protocols.openai_chat import ChatStreamEncoder
+from kvserve.protocols.openai_chat import ChatEncoder
 
 
 def test_a_body_that_says_nothing_makes_a_plain_agent() -> None:
     """It persists, and everything else is the server's."""
-    assert parse_create({}) == CreateRequest(None, None, None, None, persist=True)
+    assert parse_create({}) == NewAgent()
 
 
 @pytest.mark.parametrize("name", ["system_prompt", "system"])
@@ -82,7 +82,7 @@ def test_a_history_is_told_as_chat_messages(message: Message, wire: dict[str, ob
 def test_only_the_chunk_that_ends_an_answer_tells_of_the_agent() -> None:
     """Not the role, not the usage behind it; the note is asked for when the turn is over."""
     note = AgentNote("one", 3, 1, 99, is_stored=True)
-    encoder = AgentStreamEncoder(ChatStreamEncoder(RequestId("r"), "m", 0, include_usage=True), lambda: note)
+    encoder = AgentEncoder(ChatEncoder(RequestId("r"), "m", 0, include_usage=True), lambda: note)
     finish, usage = encoder.encode(Finished("stop", Usage(1, 0, 1)))
     assert finish["agent"] == {
         "agent_id": "one",

@@ -23,7 +23,7 @@ from kvserve.core import (
 )
 from kvserve.errors import EngineFailure
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
-from kvserve.protocols.anthropic_signature import signed_text
+from kvserve.protocols.sealed_thinking import signed_text
 from tests.calls import INTRICATE, every_cut, spoken
 from tests.laws import num_examples
 from tests.protocols.anthropic_wire import as_named_sse, sdk_reading

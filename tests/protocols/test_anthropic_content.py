@@ -15,8 +15,8 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.anthropic_signature import sign
 from kvserve.protocols.fields import decode_body
+from kvserve.protocols.sealed_thinking import sign
 from tests.protocols.anthropic_wire import parse
 
 MARK = {"type": "ephemeral"}

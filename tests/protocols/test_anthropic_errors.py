@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvserve.errors import ContextOverflow, RequestError
-from kvserve.protocols.anthropic_errors import STATUSES, encode_error
+from kvserve.protocols.error_bodies import ANTHROPIC_STATUSES, encode_anthropic_error
 from tests.protocols.anthropic_wire import sdk_reading
 from tests.protocols.test_openai_errors import ERRORS
 
@@ -25,12 +25,12 @@ EXPECTED: dict[str, str] = {
 
 
 def _status(error: RequestError) -> int:
-    return STATUSES.get(error.status, error.status)
+    return ANTHROPIC_STATUSES.get(error.status, error.status)
 
 
 def test_errors_have_their_wire_form(golden: Callable[[str, str], None]) -> None:
     """All bodies, by error name and the status that this protocol gives it."""
-    bodies = {f"{type(error).__name__} {_status(error)}": encode_error(error) for error, _ in ERRORS}
+    bodies = {f"{type(error).__name__} {_status(error)}": encode_anthropic_error(error) for error, _ in ERRORS}
     golden("anthropic_errors.json", json.dumps(bodies, indent=1) + "\n")
 
 
@@ -39,15 +39,15 @@ def test_the_sdk_raises_its_own_class(error: RequestError) -> None:
     """The SDK recognises the error and shows its type and message."""
     import anthropic
 
-    client = sdk_reading(json.dumps(encode_error(error)), _status(error))
+    client = sdk_reading(json.dumps(encode_anthropic_error(error)), _status(error))
     with pytest.raises(getattr(anthropic, EXPECTED.get(type(error).__name__, "APIStatusError"))) as caught:
         client.messages.create(model="m", max_tokens=1, messages=[])
-    assert caught.value.body == encode_error(error)
+    assert caught.value.body == encode_anthropic_error(error)
     assert caught.value.status_code == _status(error)
 
 
 def test_agents_recognise_a_prompt_that_is_too_long() -> None:
     """Both numbers, in the wording by which they know that they should shorten their conversation."""
-    details = encode_error(ContextOverflow(140_000, 131_072))["error"]
+    details = encode_anthropic_error(ContextOverflow(140_000, 131_072))["error"]
     assert isinstance(details, dict)
     assert details["message"] == "prompt is too long: 140000 tokens > 131072 maximum"

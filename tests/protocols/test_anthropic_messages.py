@@ -19,8 +19,8 @@ from kvserve.core import (
     principal_digest,
 )
 from kvserve.errors import BadRequest, RequestError
-from kvserve.protocols.anthropic_errors import encode_error
 from kvserve.protocols.anthropic_messages import parse_counted, parse_messages
+from kvserve.protocols.error_bodies import encode_anthropic_error
 from tests.protocols.anthropic_wire import parse
 from tests.protocols.conftest import DEFAULTS
 from tests.protocols.test_robustness import JSON, paths, replaced
@@ -321,7 +321,7 @@ def test_any_body_is_a_request_or_a_request_error(data: st.DataObject) -> None:
     try:
         parse_messages(body, {}, DEFAULTS, RequestId("r"))
     except RequestError as error:
-        assert json.dumps(encode_error(error))
+        assert json.dumps(encode_anthropic_error(error))
 
 
 def test_the_valid_body_is_valid() -> None:

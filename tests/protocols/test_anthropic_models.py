@@ -7,8 +7,7 @@ import httpx2
 import pytest
 
 from kvserve.errors import BadRequest
-from kvserve.protocols.anthropic_models import encode_model, encode_model_list
-from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.model_cards import ModelCard, encode_anthropic_model, encode_anthropic_model_list
 
 CARDS = [ModelCard("org/first", 1_700_000_000, 131_072), ModelCard("short", 1_700_000_001, alias_of="org/first")]
 MANY = [ModelCard(f"m{number}", 0) for number in range(7)]
@@ -16,7 +15,7 @@ MANY = [ModelCard(f"m{number}", 0) for number in range(7)]
 
 def test_a_model_has_its_wire_form() -> None:
     """An alias is shown as the model that it stands for; what is not known is null."""
-    assert encode_model(CARDS[0]) == {
+    assert encode_anthropic_model(CARDS[0]) == {
         "type": "model",
         "id": "org/first",
         "display_name": "org/first",
@@ -25,7 +24,7 @@ def test_a_model_has_its_wire_form() -> None:
         "max_input_tokens": 131_072,
         "max_tokens": 131_072,
     }
-    alias = encode_model(CARDS[1])
+    alias = encode_anthropic_model(CARDS[1])
     assert (alias["id"], alias["display_name"], alias["max_tokens"]) == ("short", "org/first", None)
 
 
@@ -37,8 +36,8 @@ def test_the_sdk_reads_all_pages() -> None:
         assert request.headers["anthropic-version"]
         name = request.url.path.partition("/v1/models/")[2]
         if name:
-            return httpx2.Response(200, json=encode_model(next(card for card in MANY if card.name == name)))
-        return httpx2.Response(200, json=encode_model_list(MANY, dict(request.url.params)))
+            return httpx2.Response(200, json=encode_anthropic_model(next(card for card in MANY if card.name == name)))
+        return httpx2.Response(200, json=encode_anthropic_model_list(MANY, dict(request.url.params)))
 
     with Anthropic(api_key="any", http_client=httpx2.Client(transport=httpx2.MockTransport(serve))) as client:
         assert [model.id for model in client.models.list(limit=3)] == [card.name for card in MANY]
@@ -58,7 +57,7 @@ def test_the_sdk_reads_all_pages() -> None:
 )
 def test_pages(query: dict[str, str], names: str, has_more: bool) -> None:
     """`after_id` goes forwards, `before_id` backwards; both ends of the page are named."""
-    page: Any = encode_model_list(MANY, query)
+    page: Any = encode_anthropic_model_list(MANY, query)
     ids = [f"m{name}" for name in names]
     assert [entry["id"] for entry in page["data"]] == ids
     assert (page["has_more"], page["first_id"], page["last_id"]) == (
@@ -75,5 +74,5 @@ def test_pages(query: dict[str, str], names: str, has_more: bool) -> None:
 def test_a_wrong_query_is_named(query: dict[str, str]) -> None:
     """By its word."""
     with pytest.raises(BadRequest) as raised:
-        encode_model_list(MANY, query)
+        encode_anthropic_model_list(MANY, query)
     assert raised.value.param in query

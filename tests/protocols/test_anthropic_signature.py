@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.protocols.anthropic_signature import sign, signed_text
+from kvserve.protocols.sealed_thinking import sign, signed_text
 
 ANY_TEXT = st.text(st.characters(exclude_categories=[]))
 

@@ -21,8 +21,8 @@ from kvserve.core import (
     Usage,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer
-from kvserve.protocols.openai_completions import CompletionStreamEncoder, encode_completion, parse_completion
+from kvserve.protocols.openai_chat import ChatEncoder, ChatRequest
+from kvserve.protocols.openai_completions import CompletionEncoder, parse_completion
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from tests.calls import spoken
 from tests.protocols.responses_wire import parse as parse_response
@@ -121,7 +121,7 @@ def test_a_chats_answer_has_the_form_that_the_sdk_reads(sdk_reading: Callable[..
     """Content's tokens with their bytes; nothing of thinking and calls."""
     from openai.types.chat import ChatCompletion
 
-    body = encode_answer(answer(), ID, MODEL, CREATED, with_logprobs=True)
+    body = ChatEncoder(ID, MODEL, CREATED, include_usage=False, with_logprobs=True).encode_whole(answer())
     assert body["choices"][0]["logprobs"] == {"content": CHAT_ENTRIES, "refusal": None}  # type: ignore[index]
     ChatCompletion.model_validate_json(json.dumps(body), strict=True)
     read = sdk_reading(json.dumps(body)).chat.completions.create(model="m", messages=[]).choices[0].logprobs
@@ -132,9 +132,9 @@ def test_a_chats_answer_has_the_form_that_the_sdk_reads(sdk_reading: Callable[..
 
 def test_a_chat_that_asked_and_said_nothing_has_no_tokens() -> None:
     """An answer of calls alone; one that did not ask has none of it."""
-    silent = encode_answer(answer(()), ID, MODEL, CREATED, with_logprobs=True)
+    silent = ChatEncoder(ID, MODEL, CREATED, include_usage=False, with_logprobs=True).encode_whole(answer(()))
     assert silent["choices"][0]["logprobs"] == {"content": [], "refusal": None}  # type: ignore[index]
-    assert encode_answer(answer(), ID, MODEL, CREATED)["choices"][0]["logprobs"] is None  # type: ignore[index]
+    assert ChatEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(answer())["choices"][0]["logprobs"] is None  # type: ignore[index]
 
 
 def test_a_chats_chunks_carry_the_tokens_of_their_text(
@@ -143,7 +143,7 @@ def test_a_chats_chunks_carry_the_tokens_of_their_text(
     """Every chunk says so, those without text say null; put together they are the whole answer's."""
     from openai.types.chat import ChatCompletionChunk
 
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=True, with_logprobs=True)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage=True, with_logprobs=True)
     chunks = [encoder.role_chunk(), *(chunk for event in EVENTS for chunk in encoder.encode(event))]
     for chunk in chunks:
         ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
@@ -164,7 +164,7 @@ def test_a_chats_chunks_carry_the_tokens_of_their_text(
 
 def test_a_stream_that_did_not_ask_says_nothing_of_it() -> None:
     """Its chunks have no such field."""
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage=False)
     [chunk] = encoder.encode(ContentDelta("Hi"))
     assert "logprobs" not in chunk["choices"][0]  # type: ignore[index]
 
@@ -186,12 +186,14 @@ def test_a_completion_has_the_older_form() -> None:
     from openai.types import Completion
 
     whole = Answer("", "Hi \N{PARROT}", (), Finished("length", USAGE), TOKENS)
-    body = encode_completion(whole, ID, MODEL, CREATED, with_logprobs=True)
+    body = CompletionEncoder(ID, MODEL, CREATED, include_usage=False, with_logprobs=True).encode_whole(whole)
     assert body["choices"][0]["logprobs"] == LEGACY  # type: ignore[index]
     Completion.model_validate_json(json.dumps(body), strict=True)
-    assert encode_completion(whole, ID, MODEL, CREATED)["choices"][0]["logprobs"] is None  # type: ignore[index]
+    assert (
+        CompletionEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(whole)["choices"][0]["logprobs"] is None
+    )  # type: ignore[index]
 
-    encoder = CompletionStreamEncoder(ID, MODEL, CREATED, include_usage=False, with_logprobs=True)
+    encoder = CompletionEncoder(ID, MODEL, CREATED, include_usage=False, with_logprobs=True)
     events = (*EVENTS[1:3], Finished("length", USAGE))
     chunks = [encoder.keep_alive(), *(chunk for event in events for chunk in encoder.encode(event))]
     for chunk in chunks:
@@ -210,7 +212,7 @@ def test_of_alternatives_with_one_text_the_likeliest_counts() -> None:
     """The older form has room for one."""
     twice = ContentToken(b"a", -1.0, ((b"a", -1.0), (b"a", -2.0), (b"b", -3.0)), 0)
     whole = Answer("", "a", (), Finished("length", USAGE), (twice,))
-    body = encode_completion(whole, ID, MODEL, CREATED, with_logprobs=True)
+    body = CompletionEncoder(ID, MODEL, CREATED, include_usage=False, with_logprobs=True).encode_whole(whole)
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -1.0, "b": -3.0}]  # type: ignore[index]
 
 

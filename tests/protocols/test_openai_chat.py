@@ -28,7 +28,7 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import BadRequest, EngineFailure
-from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer, parse_chat
+from kvserve.protocols.openai_chat import ChatEncoder, ChatRequest, parse_chat
 from tests.calls import INTRICATE, every_cut, spoken
 from tests.laws import num_examples
 
@@ -108,7 +108,7 @@ def test_a_request_cannot_set_what_the_renderer_sets(parse: Parse, name: str) ->
 
 def stream(events: Iterable[AnswerEvent], include_usage: bool) -> list[dict[str, object]]:
     """All chunks of an answer."""
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage)
     return [encoder.role_chunk(), *(chunk for event in events for chunk in encoder.encode(event))]
 
 
@@ -175,7 +175,7 @@ def test_streams_have_their_wire_form(name: str, include_usage: bool, golden: Go
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_answers_have_their_wire_form(name: str, golden: Golden) -> None:
     """Byte for byte the golden body."""
-    body = encode_answer(collected(SCENARIOS[name]), ID, MODEL, CREATED)
+    body = ChatEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(collected(SCENARIOS[name]))
     golden(f"chat_{name}.json", json.dumps(body, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -194,7 +194,7 @@ def accumulated(client: OpenAI) -> ChatCompletion:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_sdk_reads_stream_and_answer_alike(name: str, sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
     """The real SDK's accumulated stream is the message that it reads when nothing is streamed."""
-    body = json.dumps(encode_answer(collected(SCENARIOS[name]), ID, MODEL, CREATED))
+    body = json.dumps(ChatEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(collected(SCENARIOS[name])))
     whole = sdk_reading(body).chat.completions.create(model="m", messages=[])
     wire = as_sse(stream(SCENARIOS[name], include_usage=True))
     streamed = accumulated(sdk_reading(wire))
@@ -226,11 +226,11 @@ EVENTS: st.SearchStrategy[list[AnswerEvent]] = st.builds(
 @settings(max_examples=num_examples(50))
 def test_a_stream_put_together_is_the_answer(events: list[AnswerEvent], include_usage: bool) -> None:
     """For any events: joined chunks, keep-alives between them, equal the message that is not streamed."""
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage)
     chunks = [encoder.role_chunk()]
     for event in events:
         chunks += [encoder.keep_alive(), *encoder.encode(event)]
-    body = json.loads(json.dumps(encode_answer(collected(events), ID, MODEL, CREATED)))
+    body = json.loads(json.dumps(ChatEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(collected(events))))
     message, finish_reason, usage = put_together(chunks)
     message = {key: value for key, value in message.items() if key != "reasoning_content" or value}
     assert message == body["choices"][0]["message"]
@@ -240,7 +240,7 @@ def test_a_stream_put_together_is_the_answer(events: list[AnswerEvent], include_
 
 def test_a_keep_alive_says_nothing(sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
     """A delta with empty thinking: the SDK accumulates the same answer with and without it."""
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage=False)
     alive = encoder.keep_alive()
     assert alive["choices"] == [{"index": 0, "delta": {"reasoning_content": ""}, "finish_reason": None}]
     chunks = stream(SCENARIOS["two_tool_calls"], include_usage=False)
@@ -258,7 +258,7 @@ def test_an_error_in_a_stream_is_raised_by_the_sdk(sdk_reading: Callable[..., Op
     """What came before the error is delivered, then the SDK raises its message."""
     import openai
 
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage=False)
     chunks = [
         encoder.role_chunk(),
         *encoder.encode(ContentDelta("He")),
@@ -295,7 +295,7 @@ def test_the_sdk_puts_pieces_of_calls_together(calls: list[ToolCallBlock], cuts:
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     for chunk in stream(events, include_usage=True):
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
-    whole = encode_answer(collected(events), ID, MODEL, CREATED)
+    whole = ChatEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(collected(events))
     [choice] = state.get_final_completion().choices
     told = [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
     assert told == [(call.call_id, call.name, call.arguments) for call in calls]
@@ -337,7 +337,7 @@ FUNCTION_EVENTS = [ReasoningDelta("hm"), *spoken(CALLS[0], [1, 9]), Finished("to
 
 def function_stream(events: Iterable[AnswerEvent]) -> list[dict[str, object]]:
     """All chunks of an answer to a request with `functions`."""
-    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False, uses_functions=True)
+    encoder = ChatEncoder(ID, MODEL, CREATED, include_usage=False, uses_functions=True)
     return [encoder.role_chunk(), *(chunk for event in events for chunk in encoder.encode(event))]
 
 
@@ -345,7 +345,9 @@ def test_functions_are_answered_in_their_form(golden: Golden, as_sse: AsSse) -> 
     """`function_call` in deltas and message, and as the finish reason; both forms say the same."""
     chunks = function_stream(FUNCTION_EVENTS)
     golden("chat_function_call.sse", as_sse(chunks))
-    body = encode_answer(collected(FUNCTION_EVENTS), ID, MODEL, CREATED, uses_functions=True)
+    body = ChatEncoder(ID, MODEL, CREATED, include_usage=False, uses_functions=True).encode_whole(
+        collected(FUNCTION_EVENTS)
+    )
     golden("chat_function_call.json", json.dumps(body, indent=1, ensure_ascii=False) + "\n")
     message, finish_reason, _ = put_together(chunks)
     assert message == body["choices"][0]["message"]  # type: ignore[index]

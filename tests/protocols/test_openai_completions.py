@@ -24,9 +24,8 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.openai_completions import (
+    CompletionEncoder,
     CompletionRequest,
-    CompletionStreamEncoder,
-    encode_completion,
     parse_completion,
 )
 
@@ -110,7 +109,7 @@ def test_streams_have_their_wire_form(
     sdk_reading: Callable[..., OpenAI],
 ) -> None:
     """Byte for byte the golden stream, whose joined text the SDK reads; a keep-alive adds nothing."""
-    encoder = CompletionStreamEncoder(ID, MODEL, CREATED, include_usage)
+    encoder = CompletionEncoder(ID, MODEL, CREATED, include_usage)
     chunks = [encoder.keep_alive(), *(chunk for event in EVENTS for chunk in encoder.encode(event))]
     wire = as_sse(chunks)
     golden("completion_usage.sse" if include_usage else "completion.sse", wire)
@@ -124,7 +123,13 @@ def test_streams_have_their_wire_form(
 def test_the_answer_has_its_wire_form(golden: Callable[[str, str], None], sdk_reading: Callable[..., OpenAI]) -> None:
     """Byte for byte the golden body, and the SDK reads it."""
     wire = (
-        json.dumps(encode_completion(Answer("", "upon a <think>", (), FINISHED), ID, MODEL, CREATED), indent=1) + "\n"
+        json.dumps(
+            CompletionEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(
+                Answer("", "upon a <think>", (), FINISHED)
+            ),
+            indent=1,
+        )
+        + "\n"
     )
     golden("completion.json", wire)
     read = sdk_reading(wire).completions.create(model="m", prompt="x")
@@ -133,11 +138,11 @@ def test_the_answer_has_its_wire_form(golden: Callable[[str, str], None], sdk_re
 
 def test_a_completion_is_not_split() -> None:
     """Reasoning or calls in a completion are a fault of the caller, never lost in silence."""
-    encoder = CompletionStreamEncoder(ID, MODEL, CREATED, include_usage=False)
+    encoder = CompletionEncoder(ID, MODEL, CREATED, include_usage=False)
     call = ToolCallBlock("c", "f", "{}")
     for event in (ReasoningDelta("x"), ToolCallStart("c", "f")):
         with pytest.raises(TypeError):
             encoder.encode(event)
     for answer in (Answer("x", "", (), FINISHED), Answer("", "", (call,), FINISHED)):
         with pytest.raises(TypeError):
-            encode_completion(answer, ID, MODEL, CREATED)
+            CompletionEncoder(ID, MODEL, CREATED, include_usage=False).encode_whole(answer)

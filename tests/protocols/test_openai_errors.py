@@ -30,7 +30,7 @@ from kvserve.errors import (
     StorageFailure,
     Unauthorized,
 )
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.error_bodies import encode_openai_error
 
 if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
     from openai import OpenAI
@@ -69,7 +69,7 @@ def test_every_request_error_is_listed() -> None:
 
 def test_errors_have_their_wire_form(golden: Callable[[str, str], None]) -> None:
     """All bodies, by error name and status."""
-    bodies = {f"{type(error).__name__} {error.status}": encode_error(error) for error, _ in ERRORS}
+    bodies = {f"{type(error).__name__} {error.status}": encode_openai_error(error) for error, _ in ERRORS}
     golden("errors.json", json.dumps(bodies, indent=1) + "\n")
 
 
@@ -78,7 +78,7 @@ def test_the_sdk_raises_its_own_class(error: RequestError, expected: str, sdk_re
     """The SDK recognises the error and finds its parameter and code."""
     import openai
 
-    client = sdk_reading(json.dumps(encode_error(error)), error.status)
+    client = sdk_reading(json.dumps(encode_openai_error(error)), error.status)
     with pytest.raises(getattr(openai, expected)) as caught:
         client.chat.completions.create(model="m", messages=[])
     assert (caught.value.param, caught.value.code) == (error.param, error.code)

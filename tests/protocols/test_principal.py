@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvserve.core import KEY_HEADER, NO_KEY, NOBODY, JsonObject, key_digest
-from kvserve.protocols.principal import read_principal, stable_user
+from kvserve.protocols.session import read_principal, stable_user
 
 UUIDS = ("88e8b20a-8795-4300-b62f-4dd08f1b8304", "1cb3ea4d-976d-4eea-8348-b2146025f9ef")
 

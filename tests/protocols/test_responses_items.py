@@ -11,7 +11,7 @@ from kvserve.core import ImageBlock, Message, RequestId, TextBlock, ThinkingBloc
 from kvserve.errors import BadRequest
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.protocols.responses_items import answer_of_item, item_id, read_items
-from kvserve.protocols.responses_reasoning import seal_reasoning, unseal_reasoning
+from kvserve.protocols.sealed_thinking import seal_reasoning, unseal_reasoning
 from tests.protocols.conftest import DEFAULTS
 from tests.protocols.responses_wire import ID, as_responses, parse
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvserve.core import JsonObject, RequestDefaults, RequestId, TextBlock, ToolCallBlock, ToolResultBlock
 from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.openai_completions import parse_completion
-from kvserve.protocols.openai_errors import encode_error
 from tests.laws import num_examples
 
 DATA = Path(__file__).parent / "data"
@@ -98,7 +98,7 @@ def check(body: JsonObject, defaults: RequestDefaults) -> None:
             parse(body, {}, defaults, RequestId("r"))
         except RequestError as error:
             assert isinstance(error, BadRequest)
-            assert json.dumps(encode_error(error), allow_nan=False)
+            assert json.dumps(encode_openai_error(error), allow_nan=False)
 
 
 def test_the_body_that_is_mutated_is_valid(defaults: RequestDefaults) -> None:

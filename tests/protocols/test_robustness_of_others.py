@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvserve.core import NOBODY, JsonObject, RequestDefaults, RequestId
 from kvserve.errors import BadRequest, NotFound, RequestError
-from kvserve.protocols import anthropic_errors, openai_errors
 from kvserve.protocols.agents import parse_create, parse_generate
 from kvserve.protocols.anthropic_messages import parse_counted, parse_messages
+from kvserve.protocols.error_bodies import encode_anthropic_error, encode_openai_error
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore
 from tests.laws import num_examples
@@ -140,7 +140,7 @@ def check(parse: Parse, body: JsonObject, defaults: RequestDefaults) -> None:
         parse(body, defaults)
     except RequestError as error:
         assert isinstance(error, BadRequest | NotFound)
-        for encode in (anthropic_errors.encode_error, openai_errors.encode_error):
+        for encode in (encode_anthropic_error, encode_openai_error):
             assert json.dumps(encode(error), allow_nan=False)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.protocols import anthropic_models
-from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.model_cards import ModelCard, encode_anthropic_model
 from kvserve.protocols.responses_items import input_items, list_items
 from tests.protocols.conftest import GOLDEN
 from tests.protocols.responses_wire import ID
@@ -93,7 +92,7 @@ def test_models_counts_and_listed_items_are_of_the_sdks_types() -> None:
 
     from kvserve.protocols.fields import Fields
 
-    card = anthropic_models.encode_model(ModelCard("org/first", 1_700_000_000, 131_072))
+    card = encode_anthropic_model(ModelCard("org/first", 1_700_000_000, 131_072))
     assert faults(ModelInfo, card) == faults(BetaModelInfo, card) == []
     assert faults(MessageTokensCount, {"input_tokens": 3}) == []
     assert faults(ResponseItemList, list_items(input_items(Fields({"input": "Hello"}), ID), {})) == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
-from kvserve.proxy.settings import ProxySettings
 from tests.proxy.reached import Reached
 from tests.proxy.stubs import KEY, LISTED, SERVED, Backend, Client, Running, Script, free_port
 

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
-from kvserve.proxy.settings import ProxySettings
 
 folder, port, *command = sys.argv[1:]
 settings = ProxySettings(

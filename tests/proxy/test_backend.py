@@ -51,7 +51,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def rules(served: Served, **more: Any) -> GuardRules:
     url = f"http://127.0.0.1:{served.server.port}"
-    return GuardRules("127.0.0.1", LISTED, backend_model=SERVED, backend_url=url, secret=SECRET, **more)
+    return GuardRules("127.0.0.1", LISTED, backend_model_id=SERVED, backend_url=url, secret=SECRET, **more)
 
 
 def ask(served: Served, scope: Scope, body: bytes = b"", **more: Any) -> tuple[int, dict[str, str], bytes]:

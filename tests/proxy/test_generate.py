@@ -2,13 +2,20 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from kvserve.proxy.generate import child_command, child_environment, guard_rules, litellm_config, write_files
+from kvserve.proxy.generate import (
+    ProxySettings,
+    child_command,
+    child_environment,
+    guard_rules,
+    litellm_config,
+    write_files,
+)
 from kvserve.proxy.guard import GuardRules
-from kvserve.proxy.settings import ProxySettings
 
 
 def settings(folder: Path, key: str | None = None) -> ProxySettings:
@@ -50,9 +57,13 @@ def test_the_guards_rules_survive_the_file(tmp_path: Path, key: str | None) -> N
     """What the child reads equals what the parent wrote: the operator's own settings, the key first of all."""
     rules = guard_rules(settings(tmp_path, key))
     assert (rules.api_key, rules.allowed_origins, rules.allowed_hosts) == (key, ("https://a.example",), ("box.local",))
-    assert (rules.max_body_bytes, rules.default_model, rules.backend_model) == (12_345, "openai/org/name", "org/name")
+    assert (rules.max_body_bytes, rules.listed_model_id, rules.backend_model_id) == (
+        12_345,
+        "openai/org/name",
+        "org/name",
+    )
     assert rules.backend_url == "http://127.0.0.1:8080/"
-    assert GuardRules.from_json(json.loads(json.dumps(rules.as_json()))) == rules
+    assert GuardRules.from_json(json.loads(json.dumps(asdict(rules)))) == rules
 
 
 def test_the_environment_is_ours(tmp_path: Path) -> None:

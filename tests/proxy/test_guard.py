@@ -12,8 +12,8 @@ from kvserve.core import KEY_HEADER, NO_KEY, key_digest
 from kvserve.errors import BadRequest, MethodNotAllowed, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_object
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 from kvserve.proxy.guard import Guard, GuardRules
-from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 from kvserve.proxy.paths import ROUTES, find_route
 
 RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000, secret="shared")

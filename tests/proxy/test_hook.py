@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange
 
 
 @cache

@@ -14,9 +14,9 @@ import pytest
 
 from kvserve.errors import PortTaken, StartupError
 from kvserve.proxy import litellm
+from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.ownership import identify, is_port_free
-from kvserve.proxy.settings import ProxySettings
 from tests.laws import sampled_cells
 from tests.proxy.stubs import free_port
 
@@ -221,7 +221,7 @@ def test_a_foreign_process_is_left_alone(tmp_path: Path) -> None:
         try:
             assert eventually(lambda: not is_free(settings))
             proxy = LitellmProxy(settings, dict(os.environ), lambda text: None, fake_command(settings))
-            with pytest.raises(PortTaken, match=rf"pid {process.pid}.*fake_child"):
+            with pytest.raises(PortTaken, match=rf"process {process.pid} .*fake_child"):
                 proxy.start()
             proxy.stop()
             assert process.poll() is None

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvserve.observe.log import Event, format_line
+from kvserve.observe.trace import format_line
 from tests.scripts.conftest import run_script, start_script
 from tests.serving import serving_app
 
@@ -20,7 +20,7 @@ def write(file: Path, *prompts: str | None) -> Path:
     for number, prompt in enumerate(prompts):
         said = {} if prompt is None else {"prompt": prompt}
         fields = {"time": f"2026-11-21T10:00:{number:02}", "request_id": f"req{number}", **said}
-        lines.append(format_line(Event("turn", **fields, num_prompt_tokens=100, num_cached_tokens=80)))
+        lines.append(format_line("turn", **fields, num_prompt_tokens=100, num_cached_tokens=80))
     file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return file
 

@@ -28,7 +28,7 @@ def test_one_look_shows_requests_sessions_and_the_miss(server: AppUnderTest) -> 
     app_chat(server, history)
     edited = [SYSTEM, {"role": "user", "content": "How many swans were there?"}, *history[2:]]
     app_chat(server, edited)
-    assert eventually(lambda: "message changed" in str(server.app.dashboard()["misses"]))
+    assert eventually(lambda: "message changed" in str(server.app.observability.dashboard()["misses"]))
     done = run_script("top.py", "--server-url", f"http://127.0.0.1:{server.port}", "--once")
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())
@@ -45,7 +45,7 @@ def test_the_place_in_a_raw_prompt_is_a_character(server: AppUnderTest) -> None:
         body = {"prompt": f"Day {number}. {text * 3}", "max_tokens": 1, "session_id": "raw"}
         assert server.post(COMPLETION_PATH, body).status == 200
     # Another test's miss may be there already.
-    assert eventually(lambda: "prompt changed" in str(server.app.dashboard()["misses"]))
+    assert eventually(lambda: "prompt changed" in str(server.app.observability.dashboard()["misses"]))
     done = run_script("top.py", "--server-url", f"http://127.0.0.1:{server.port}", "--once")
     shown = " ".join(done.stdout.split())
     assert "prompt changed (char 4)" in shown and "ducks" not in shown, done.stdout

@@ -16,7 +16,7 @@ from kvserve.canonical.rules import RULES
 from kvserve.config import Launch, Settings, load_launch, setting_key
 from kvserve.errors import ModelLoadError, StartupError
 from kvserve.settings.kinds import DEFAULTS, KINDS
-from kvserve.settings.rules import SETTABLE
+from kvserve.settings.rule_policies import SETTABLE
 from kvserve.settings.start_checks import (
     DEMO_MODEL_NAME,
     known_settings,

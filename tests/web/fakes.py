@@ -28,10 +28,10 @@ from kvserve.core import (
 )
 from kvserve.engine.rows import RequestHandle
 from kvserve.errors import NotFound, RequestError
-from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.model_cards import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
+from kvserve.web.http_server import HttpServer, WebSettings
 from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer, WebSettings
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for what has to come, on however busy a machine; it proves nothing by that time."""
@@ -152,6 +152,10 @@ class FakeService:
     def list_models(self) -> list[ModelCard]:
         return [ModelCard(self.name, 1, 4096)]
 
+    @property
+    def observability(self) -> "FakeService":
+        return self
+
     def count_error(self, endpoint: str, status: int) -> None:
         self.errors.append((endpoint, status))
 
@@ -200,13 +204,15 @@ def serving(service: FakeService | None = None, **changes: object) -> Iterator[S
     server = HttpServer(replace(SETTINGS, **changes), make_router(service), reports.append)  # type: ignore[arg-type]
     server.bind()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvserve.web.server._ACCEPT_POLL_SECONDS", 0.01)  # so long its end is waited for, in every test
+        patch.setattr(
+            "kvserve.web.http_server._ACCEPT_POLL_SECONDS", 0.01
+        )  # so long its end is waited for, in every test
         server.start()
     try:
         yield Served(server, service, reports)
     finally:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvserve.web.server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
+            patch.setattr("kvserve.web.http_server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
             assert server.close(PATIENCE_SECONDS), "a connection's thread is still alive"
 
 
@@ -323,3 +329,8 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
             return False
         time.sleep(0.005)
     return True
+
+
+def num_live_threads(server: HttpServer) -> int:
+    """Threads of connections that run at this moment."""
+    return 0 if server._listener is None else server._listener.num_live_threads

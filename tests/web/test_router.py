@@ -1,6 +1,6 @@
 """The endpoint table's lookup."""
 
-from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.web.exchange import HttpExchange
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
@@ -23,7 +23,7 @@ ROUTER = Router(
         Route("GET", "/v7/a", nothing),
     ),
     FakeService(),
-    encode_error,
+    encode_openai_error,
     prefix="/v7",
 )
 

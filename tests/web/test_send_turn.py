@@ -25,6 +25,7 @@ from tests.web.fakes import (
     Served,
     encode_request,
     eventually,
+    num_live_threads,
     serving,
 )
 
@@ -151,7 +152,7 @@ def test_many_disconnects_leave_nothing(script: tuple[object, ...], num_chunks: 
     with serving(service, max_connections=256) as served:
         with served.connect() as client:
             client.request("GET", "/health")
-        assert eventually(lambda: served.server.num_live_threads == 0)
+        assert eventually(lambda: num_live_threads(served.server) == 0)
         gc.collect()
         num_threads, num_files = threading.active_count(), num_descriptors()
         turns = []
@@ -165,7 +166,7 @@ def test_many_disconnects_leave_nothing(script: tuple[object, ...], num_chunks: 
             turns.append(service.turns.get(timeout=PATIENCE_SECONDS))
         assert all(turn.ended.wait(PATIENCE_SECONDS) and turn.cancelled.is_set() for turn in turns)
         assert eventually(lambda: (threading.active_count(), num_descriptors()) == (num_threads, num_files))
-        assert (served.server.num_open_connections, served.server.num_live_threads) == (0, 0)
+        assert (served.server.num_open_connections, num_live_threads(served.server)) == (0, 0)
         assert served.reports == []
         service.script = HELLO
         with served.connect() as client:
@@ -179,7 +180,7 @@ def test_a_client_that_never_reads_loses_its_turn() -> None:
         client.send(STREAM_WIRE)
         turn = served.service.turns.get(timeout=PATIENCE_SECONDS)
         assert turn.cancelled.wait(PATIENCE_SECONDS)
-        assert eventually(lambda: served.server.num_live_threads == 0)
+        assert eventually(lambda: num_live_threads(served.server) == 0)
 
 
 def test_waiting_costs_no_cpu() -> None:
@@ -284,4 +285,4 @@ def test_a_client_that_left_is_noticed_with_the_next_word() -> None:
         client.close()
         while not turn.cancelled.wait(0.05):  # until the end of the connection has arrived
             turn.generation.put(TokenDelta(1))
-        assert turn.ended.wait(PATIENCE_SECONDS) and eventually(lambda: served.server.num_live_threads == 0)
+        assert turn.ended.wait(PATIENCE_SECONDS) and eventually(lambda: num_live_threads(served.server) == 0)

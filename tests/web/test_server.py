@@ -12,8 +12,8 @@ import pytest
 from kvserve.core import ContentDelta
 from kvserve.errors import PortTaken, SettingError
 from kvserve.web import connections
+from kvserve.web.http_server import HttpServer
 from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer
 from tests.web.fakes import (
     CHAT,
     FINISHED,
@@ -24,6 +24,7 @@ from tests.web.fakes import (
     Served,
     encode_request,
     eventually,
+    num_live_threads,
     serving,
 )
 
@@ -122,7 +123,7 @@ def test_slow_heads_are_cut_off_one_by_one_and_together() -> None:
             assert client.request("GET", "/health").status == 200
         assert [client.read_response().status for client in slow] == [408] * 20
         assert time.monotonic() - started < 20 * 0.8, "not one after the other"
-        assert eventually(lambda: served.server.num_live_threads == 0)
+        assert eventually(lambda: num_live_threads(served.server) == 0)
 
 
 def test_the_oldest_silent_connection_makes_room(long_room_wait: None) -> None:
@@ -141,7 +142,7 @@ def test_the_oldest_silent_connection_makes_room(long_room_wait: None) -> None:
             assert newcomer.request("GET", "/health").status == 200
             assert leaves.is_closed()
         assert b"assistant" in streaming.read_chunk()
-        assert (served.server.num_open_connections, served.server.num_evicted_connections) == (3, 2)
+        assert (served.server.num_open_connections, served.server._connections.num_evicted) == (3, 2)
 
 
 def test_a_refused_newcomer_is_told(long_room_wait: None) -> None:
@@ -168,11 +169,11 @@ def test_a_flood_of_connections_stays_within_the_limit(long_room_wait: None) -> 
         for _ in range(100):
             stack.enter_context(served.connect())
             # One that has left the table may still be on its way out.
-            assert eventually(lambda: served.server.num_live_threads <= 9)
+            assert eventually(lambda: num_live_threads(served.server) <= 9)
         with served.connect() as client:
             assert client.request("GET", "/health").status == 200
         assert served.server.num_open_connections <= 8
-        assert served.server.num_evicted_connections >= 92
+        assert served.server._connections.num_evicted >= 92
 
 
 def test_the_end_finishes_running_streams_well_formed() -> None:

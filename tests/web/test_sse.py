@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import JsonObject
 from kvserve.errors import EngineFailure, RequestError
-from kvserve.web.sse import NAMED, EventStream, encode_event, encode_json
+from kvserve.web.exchange import NAMED, EventStream, encode_event, encode_json
 
 
 def error_chunk(error: RequestError) -> JsonObject:

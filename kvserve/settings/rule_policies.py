@@ -53,22 +53,22 @@ SETTABLE: Mapping[str, tuple[str, ...]] = {
 """The rules in the order of their table, but for those that the readers of the protocols carry out."""
 
 
-def policies_in(pairs: Sequence[str], setting: str = SETTING) -> dict[str, str]:
+def policies_in(pairs: Sequence[str]) -> dict[str, str]:
     """The policy of each rule that is named. Raises SettingError for what is no pair, no rule or no policy of it."""
     found = {}
     for pair in pairs:
         name, separator, policy = (part.strip() for part in pair.partition("="))
         if not separator:
-            raise SettingError(setting, pair, "rule=policy pairs, by comma")
+            raise SettingError(SETTING, pair, "rule=policy pairs, by comma")
         found[name] = policy
-    check_policies(found, setting)
+    check_policies(found)
     return found
 
 
-def check_policies(policies: Mapping[str, str], setting: str = SETTING) -> None:
-    """Raises SettingError, naming `setting`, for a rule that there is not or another policy than it may have."""
+def check_policies(policies: Mapping[str, str]) -> None:
+    """Raises SettingError for a rule that there is not or another policy than it may have."""
     for name, policy in policies.items():
         if name not in SETTABLE:
-            raise SettingError(setting, name, f"one of the rules {', '.join(SETTABLE)}")
+            raise SettingError(SETTING, name, f"one of the rules {', '.join(SETTABLE)}")
         if policy not in SETTABLE[name]:
-            raise SettingError(setting, f"{name}={policy}", f"one of the policies {', '.join(SETTABLE[name])}")
+            raise SettingError(SETTING, f"{name}={policy}", f"one of the policies {', '.join(SETTABLE[name])}")

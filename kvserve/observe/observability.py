@@ -21,10 +21,9 @@ from kvserve.errors import NotFound, RequestError
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.words import clause
 from kvserve.identity.owner import belongs_to, is_telling
-from kvserve.observe.activity import Activity
-from kvserve.observe.metrics import Metrics, Reading
+from kvserve.observe.dashboard import Activity, Look, dashboard_body
+from kvserve.observe.metrics import Metrics, Reading, readings
 from kvserve.observe.reports import explanation_body, image_line, trace_fields
-from kvserve.observe.snapshot import Look, dashboard_body, readings
 from kvserve.observe.terminal import Terminal
 from kvserve.observe.trace import TraceLimits, TraceLog
 from kvserve.requests.answer_facts import raw_digests
@@ -49,7 +48,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class SeeingSettings:
+class ObservabilitySettings:
     """What the operator decides: traces and for how many days (0: for ever), explanations kept, whether the dashboard
     may show what was said, whether a line tells where the images of a prompt were cut."""
 
@@ -61,13 +60,13 @@ class SeeingSettings:
     shows_image_cuts: bool = False
 
 
-class Seeing:
+class Observability:
     """Everything that one process knows of its requests besides serving them. Safe for several threads.
 
     `look` says how the server is at the moment; it may block for one step of the engine.
     """
 
-    def __init__(self, settings: SeeingSettings, terminal: Terminal, look: Callable[[], Look]) -> None:
+    def __init__(self, settings: ObservabilitySettings, terminal: Terminal, look: Callable[[], Look]) -> None:
         self._settings = settings
         self._terminal = terminal
         self._look = look
@@ -239,7 +238,8 @@ class Seeing:
         )
 
     def _readings(self) -> Iterable[Reading]:
-        return readings(self._look())
+        look = self._look()
+        return readings(look.health, look.cache)
 
 
 def _left_digests(finished: FinishedTurn) -> Sequence[bytes]:

@@ -1,17 +1,19 @@
-"""The nouns of agents: frozen values without behaviour. They know messages, no wire form and no database."""
+"""The nouns of agents, whose history the server keeps: frozen values without behaviour. They know messages, no wire
+form and no database."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvserve.core import Message, TokenSequence
+from kvserve.core.generation import TokenSequence
+from kvserve.core.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
 class NewAgent:
-    """A client's request for an agent. `model` None is the server's default at each turn; `max_context` None is the
-    model's own limit, in tokens."""
+    """A client's request for an agent; "" leaves its id to the server. `model` None is the server's default at each
+    turn; `max_context` None is the model's own limit, in tokens."""
 
-    agent_id: str
+    agent_id: str = ""
     model: str | None = None
     system_prompt: str | None = None
     max_context: int | None = None
@@ -38,10 +40,6 @@ class Agent:
     first_turn: int
     context_model: str | None
     context: TokenSequence
-
-    @property
-    def num_context_tokens(self) -> int:
-        return len(self.context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 from kvserve.errors import NotReady
 from kvserve.settings.ports import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.connections import ConnectionTable, OpenConnection
-from kvserve.web.exchange import HttpExchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
@@ -55,16 +54,6 @@ class HttpServer:
     def num_open_connections(self) -> int:
         """Connections that were accepted and not closed yet."""
         return len(self._connections)
-
-    @property
-    def num_evicted_connections(self) -> int:
-        """Silent connections that were closed to make room."""
-        return self._connections.num_evicted
-
-    @property
-    def num_live_threads(self) -> int:
-        """Threads of connections that run at this moment."""
-        return 0 if self._listener is None else self._listener.num_live_threads
 
     def bind(self) -> None:
         """Take the port. Raises PortTaken with what is known about its holder, SettingError for an unusable address.
@@ -201,19 +190,11 @@ class _Listener(ThreadingHTTPServer):
             self._front.connections.leave(entry)
 
     def _refuse(self, connection: socket.socket) -> None:
-        front = self._front
-        exchange = HttpExchange(
-            connection,
-            ConnectionReader(connection),
-            front.settings,
-            front.connections,
-            front.router.encode_error,
-            front.router.service.count_error,
-        )
+        exchange = self._front.exchange(connection, ConnectionReader(connection))
         with contextlib.suppress(ClientGone, OSError):
             exchange.fail(NotReady("The server has as many connections as it may have; try again soon."))
             connection.shutdown(socket.SHUT_WR)
-        self._refused.append((time.monotonic() + front.settings.linger_seconds, connection))
+        self._refused.append((time.monotonic() + self._front.settings.linger_seconds, connection))
 
 
 def _wait_for_others() -> None:

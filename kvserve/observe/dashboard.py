@@ -1,0 +1,219 @@
+"""What the dashboard shows of a server: what runs now, what the last hour was like, one look at the rest. It joins
+rooms and decides nothing.
+
+Bounded: requests that run, buckets of time and the first-token times of the last requests. No prompt's text passes
+through here: of a difference only its place is told, unless the operator allows the text; of a session's id only what a
+file name may show.
+"""
+
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import islice
+from statistics import median, quantiles
+
+from kvserve.core import JsonObject, RequestId
+from kvserve.explain.causes import NO_MISS
+from kvserve.explain.explanation import Explanation
+from kvserve.observe.reports import explanation_body
+from kvserve.observe.trace import session_label
+from kvserve.requests.request_facts import RequestFacts, RunningFacts
+from kvserve.requests.turn_facts import WatchedTurn
+from kvserve.sessions.lineage import Branch, BranchId, SessionView
+
+BUCKET_SECONDS = 10
+NUM_BUCKETS = 360
+NUM_TIMES = 256
+MAX_RUNNING = 1_024
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The requests that ended within `BUCKET_SECONDS` from `started_at`, seconds since the epoch."""
+
+    started_at: int
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTimes:
+    """Seconds to the first token of the last requests: the newest, the median, the 95th percentile."""
+
+    num_requests: int
+    newest: float
+    median: float
+    p95: float
+
+
+class Activity:
+    """Requests that run and totals of those that ended. Safe for several threads; nothing here is called per token.
+
+    `clock` gives seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running: OrderedDict[RequestId, WatchedTurn] = OrderedDict()
+        self._buckets: deque[Bucket] = deque(maxlen=NUM_BUCKETS)
+        self._first_tokens: deque[float] = deque(maxlen=NUM_TIMES)
+
+    def begin(self, request: WatchedTurn) -> None:
+        """A request was submitted; `end` takes it away."""
+        with self._lock:
+            self._running[request.request_id] = request
+            while len(self._running) > MAX_RUNNING:
+                self._running.popitem(last=False)
+
+    def end(self, facts: RequestFacts) -> None:
+        """A request is over."""
+        with self._lock:
+            self._running.pop(facts.request_id, None)
+            bucket = self._bucket()
+            bucket.num_requests += 1
+            bucket.num_prompt_tokens += facts.num_prompt_tokens
+            bucket.num_cached_tokens += facts.num_cached_tokens
+            bucket.num_generated_tokens += facts.num_completion_tokens
+            if facts.ttft_seconds is not None:
+                self._first_tokens.append(facts.ttft_seconds)
+
+    def running(self) -> list[RunningFacts]:
+        """What runs, the oldest first."""
+        with self._lock:
+            requests = list(self._running.values())
+        return [request.progress for request in requests]
+
+    def history(self) -> list[Bucket]:
+        """The last hour; times in which nothing ended have no bucket."""
+        oldest = self._clock() - NUM_BUCKETS * BUCKET_SECONDS
+        with self._lock:
+            return [replace(bucket) for bucket in self._buckets if bucket.started_at >= oldest]
+
+    def first_token_times(self) -> FirstTokenTimes | None:
+        """None before the first token of the first request."""
+        with self._lock:
+            times = list(self._first_tokens)
+        return FirstTokenTimes(len(times), times[-1], median(times), _p95(times)) if times else None
+
+    def _bucket(self) -> Bucket:
+        started_at = int(self._clock()) // BUCKET_SECONDS * BUCKET_SECONDS
+        if not self._buckets or self._buckets[-1].started_at != started_at:
+            self._buckets.append(Bucket(started_at))
+        return self._buckets[-1]
+
+
+def _p95(times: Sequence[float]) -> float:
+    return quantiles(times, n=20, method="inclusive")[-1] if len(times) > 1 else times[0]
+
+
+MAX_SESSIONS = 40
+MAX_BRANCHES = 200
+MAX_MISSES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A server at one moment, in seconds since the epoch: the bodies of `/health` and `/v1/cache` (None while no model
+    answers), its sessions, and the requests that wait for another model."""
+
+    health: JsonObject
+    cache: JsonObject | None
+    sessions: Sequence[SessionView]
+    seen_at: float
+    waiting: Sequence[RunningFacts] = ()
+
+
+def dashboard_body(
+    look: Look,
+    *,
+    now: float,
+    activity: Activity,
+    explanations: Sequence[Explanation],
+    last_of_branch: Mapping[BranchId, Explanation],
+    shows_text: bool,
+) -> JsonObject:
+    """One event of `/dashboard/events`. `explanations` come newest first; `now` in seconds since the epoch."""
+    times = activity.first_token_times()
+    running = activity.running()
+    begun = {facts.request_id for facts in running}  # the look came first: what waited then may run by now
+    waiting = [facts for facts in look.waiting if facts.request_id not in begun]
+    misses = islice((each for each in explanations if each.cause not in NO_MISS), MAX_MISSES)
+    return {
+        "time": round(now, 3),
+        "health": look.health,
+        "cache": look.cache,
+        "history": [astuple(bucket) for bucket in activity.history()],
+        "first_token_seconds": asdict(times) if times is not None else None,
+        "running": [_running(facts) for facts in (*running, *waiting)],
+        "sessions": _sessions(look, last_of_branch),
+        "misses": [_miss(each, shows_text) for each in misses],
+        "causes": Counter(explanation.cause for explanation in explanations),
+        "shows_text": shows_text,
+    }
+
+
+def _running(facts: RunningFacts) -> JsonObject:
+    session = session_label(facts.session) if facts.session is not None else None
+    return {**asdict(facts), "session": session, "seconds": round(facts.seconds, 2)}
+
+
+def _miss(explanation: Explanation, shows_text: bool) -> JsonObject:
+    body = dict(explanation_body(explanation))
+    place = body["first_difference"]
+    if isinstance(place, dict) and not shows_text:
+        body["first_difference"] = {name: value for name, value in place.items() if name not in ("before", "after")}
+    return body
+
+
+def _sessions(look: Look, last_of_branch: Mapping[BranchId, Explanation]) -> list[JsonObject]:
+    """The sessions that were used last, newest first, each with its branches in the order in which they began."""
+    shown: list[JsonObject] = []
+    num_branches = 0
+    for view in reversed(look.sessions):
+        if len(shown) >= MAX_SESSIONS or num_branches >= MAX_BRANCHES:
+            break
+        num_branches += len(view.branches)
+        branches = sorted(view.branches, key=lambda branch: branch.branch_id)
+        shown.append(
+            {
+                "name": _session_name(view),
+                "idle_seconds": round(look.seen_at - view.last_used, 1),
+                "branches": [
+                    _branch(branch, look.seen_at, last_of_branch.get(branch.branch_id)) for branch in branches
+                ],
+            }
+        )
+    return shown
+
+
+def _session_name(view: SessionView) -> str:
+    kind, _, name = view.key.partition(":")
+    return session_label(name.partition("/")[2] or name) if kind == "id" else f"unnamed {name}"  # less its principal
+
+
+def _branch(branch: Branch, seen_at: float, last: Explanation | None) -> JsonObject:
+    return {
+        "id": branch.branch_id,
+        "parent": branch.parent_id,
+        "fork_message": branch.fork_message_index,
+        "fork_token": branch.fork_token_offset,
+        "num_turns": branch.num_turns,
+        "num_messages": branch.num_messages,
+        "num_tokens": branch.num_tokens,
+        "idle_seconds": round(seen_at - branch.last_used, 1),
+        "last": None
+        if last is None
+        else {
+            "request_id": last.request_id,
+            "cause": last.cause,
+            "tier": last.reuse.tier,
+            "source": last.source,
+            "num_prompt_tokens": last.num_prompt_tokens,
+            "num_cached_tokens": last.num_cached_tokens,
+        },
+    }
