@@ -23,9 +23,7 @@ from kvserve.core import (
     StopReason,
     TokenDelta,
 )
-from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.logprob_reader import LogprobReader
-from kvserve.engine.thinking_limit import ThinkingLimiter
+from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.token_dispatcher import Dispatch, call_now
 from kvserve.errors import EngineFailure, KvserveError
 
