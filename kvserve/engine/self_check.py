@@ -23,7 +23,7 @@ from kvserve.engine.batch_kv import entering
 from kvserve.engine.borders import described, finding
 from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
-from kvserve.engine.padded_pass import can_be_padded, padded_pass
+from kvserve.engine.prefill_pool import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.vision import RopeShift
 from kvserve.engine.wired import batch_generator
