@@ -9,13 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from kvserve.core import TokenSequence
-from kvserve.engine.borders import costs_no_row
+from kvserve.engine.borders import ShortMemory, costs_no_row
 from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import ExtractedRow
 from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.kv_size import KvSize
-from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row

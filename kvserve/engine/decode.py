@@ -17,14 +17,19 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from kvserve.engine.batch_kv import BatchKv, entering
-from kvserve.engine.before_stop import StatesBefore, is_recurrent
-from kvserve.engine.borders import guarded
-from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, drawn_token, hand_out
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.kv_buffers import settle
+from kvserve.engine.borders import client_error, guarded, is_helped_by_room, is_out_of_memory
+from kvserve.engine.decode_group import (
+    Decoder,
+    DecodeResult,
+    ExtractedRow,
+    Group,
+    StatesBefore,
+    drawn_token,
+    hand_out,
+    is_recurrent,
+)
+from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, settle
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler

@@ -15,7 +15,7 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.forget_users import IsForgotten
 from kvserve.engine.borders import costs_the_disk_only
-from kvserve.engine.memory_plan import READ_AHEAD_CAP, WRITE_QUEUE_CAP
+from kvserve.engine.memory import READ_AHEAD_CAP, WRITE_QUEUE_CAP
 from kvserve.engine.prefix_cache import PrefixCache
 
 FOLDER_NAME_DIGITS = 32

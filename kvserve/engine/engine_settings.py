@@ -7,8 +7,7 @@ from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.memory import MemoryReport
-from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, plan_memory
+from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory_bytes, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings

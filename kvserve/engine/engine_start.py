@@ -15,8 +15,7 @@ from kvserve.core import GenerationFailed, GenerationRequest, RequestId, Samplin
 from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
 from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.fingerprint import kv_fingerprint
-from kvserve.engine.memory import Account, MemoryLedger
-from kvserve.engine.memory_plan import memory_bytes, overdrawn
+from kvserve.engine.memory import Account, MemoryLedger, memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache

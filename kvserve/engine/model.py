@@ -17,13 +17,12 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
-from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.kv_size import KvSize
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, knows_family, load_vision
-from kvserve.engine.vision_pass import place
-from kvserve.engine.vision_row import RowImages
+from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
 from kvserve.settings.model_config import read_config
 

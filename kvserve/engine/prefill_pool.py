@@ -1,5 +1,5 @@
-"""Prefill: prompts go through the model, alone or several short ones in one padded pass, and what happens when one of them
-breaks.
+"""Prefill: prompts go through the model, alone or several short ones in one padded pass, and what happens when one of
+them breaks.
 
 A padded pass reads the weights once for all of its rows. A long chunk keeps the processor busy by itself, so that
 nothing is won by company. A deep row stays alone, because what is behind it would be copied, and the others padded to

@@ -13,8 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.kv_buffers import gathered, num_slots, settle, stacked, with_room
+from kvserve.engine.kv_buffers import flat_caches, gathered, num_slots, settle, stacked, with_room
 
 type Packed = tuple[mx.array, ...]
 """Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values."""

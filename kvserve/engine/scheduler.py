@@ -13,14 +13,13 @@ from dataclasses import replace
 from functools import partial
 
 from kvserve.engine.admission import Admission, Budget
-from kvserve.engine.borders import row_fails_alone
+from kvserve.engine.borders import ShortMemory, row_fails_alone
 from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import ShortMemory
-from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
+from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache

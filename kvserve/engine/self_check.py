@@ -19,9 +19,8 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from kvserve.engine.batch_kv import entering
 from kvserve.engine.borders import described, finding
-from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.kv_buffers import entering, flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.prefill_pool import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout

@@ -9,8 +9,7 @@ from dataclasses import replace
 from kvserve.engine.admission import Admission
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.fair_clock import FairClock, StreamShare
-from kvserve.engine.policy import candidates, first_token_seconds, plan
-from kvserve.engine.policy_facts import (
+from kvserve.engine.policy import (
     DecodeStep,
     Facts,
     Life,
@@ -21,6 +20,9 @@ from kvserve.engine.policy_facts import (
     PromptFacts,
     Stream,
     WaitingPrompt,
+    candidates,
+    first_token_seconds,
+    plan,
 )
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool

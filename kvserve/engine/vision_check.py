@@ -20,8 +20,7 @@ from kvserve.engine.borders import described, finding
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionSupport
-from kvserve.engine.vision_pass import see
-from kvserve.engine.vision_row import RowImages
+from kvserve.engine.vision_pass import RowImages, see
 from kvserve.engine.wired import batch_generator
 
 NUM_TEXT_TOKENS = 7

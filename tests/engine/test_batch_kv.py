@@ -12,10 +12,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.weightless import Weightless
-from kvserve.engine.batch_kv import BatchKv, RowKv, entering
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder
-from kvserve.engine.kv_buffers import num_slots
+from kvserve.engine.kv_buffers import BatchKv, RowKv, entering, num_slots
 from kvserve.engine.kv_size import KvSize
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import reserve

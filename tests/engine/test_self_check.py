@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from kvserve.engine import self_check as self_check_module
-from kvserve.engine.batch_kv import BatchKv, RowKv
+from kvserve.engine.kv_buffers import BatchKv, RowKv
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import BatchPackedCache, KvSettings
 from kvserve.engine.self_check import check_caches
