@@ -1,6 +1,6 @@
-"""Where failures end in the engine: each border is named after what a failure costs there, and its caller says who hears of
-it; and allocations that fail: how they are told from other failures, what is given up for a second try, and what a
-client hears after it. It knows no model, no cache and no disk.
+"""Where failures end in the engine: each border is named after what a failure costs there, and its caller says who
+hears of it; and allocations that fail: how they are told from other failures, what is given up for a second try, and
+what a client hears after it. It knows no model, no cache and no disk.
 
 MLX raises RuntimeError: "[malloc] Unable to allocate N bytes." where the system gives nothing, "[metal::malloc]
 Resource limit (N) exceeded." for too many buffers, "[metal::malloc] Attempting to allocate N bytes which is greater

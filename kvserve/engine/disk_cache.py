@@ -25,12 +25,11 @@ from kvserve.cache.records import Copy
 from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
+from kvserve.engine.blobs import NotReadable, decode_kv, decode_state, joined
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
-from kvserve.engine.windows import PartsApart, joined
 
 MIN_GAIN_TOKENS = 16
 """Below this a prefill step is as good as a file."""
@@ -327,10 +326,7 @@ class DiskCache:
         if blob.head.base:
             if pinned.base is None:
                 raise NotReadable("the state that it goes on from was not read")
-            try:
-                state = joined(pinned.base, state)
-            except PartsApart as error:
-                raise NotReadable(str(error)) from error
+            state = joined(pinned.base, state)
         pinned.base = state
         if entry is goal.states[-1]:
             pinned.base = None

@@ -1,6 +1,6 @@
-"""The buffers of keys and values: who makes room in time writes in place, else all that is there is copied. And what mlx-lm's
-`BatchKVCache` does for rows that decode together in full precision, with as few copies as can be. It knows arrays and
-mlx-lm's caches, nothing of requests.
+"""The buffers of keys and values: who makes room in time writes in place, else all that is there is copied. And what
+mlx-lm's `BatchKVCache` does for rows that decode together in full precision, with as few copies as can be. It knows
+arrays and mlx-lm's caches, nothing of requests.
 
 A row that enters an empty batch hands its buffers over, with the room that they have. A row is read as a view: the
 prefix cache copies the tokens that are new, and lets go of the view before the next step, which else could not write in

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.file_digest import FilePiece, file_digest, hash_piece, pieces
+from kvserve.engine.file_digest import DigestMemory, FilePiece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
 from kvserve.engine.loaded_files import FileStamps, differing, file_stamps, stamp_of
 

@@ -1,5 +1,5 @@
-"""Who goes, who enters, and what is computed next: one function from facts to a plan, and its rules. Pure: facts of rows,
-whatever these are to others; no arrays, no clock.
+"""Who goes, who enters, and what is computed next: one function from facts to a plan, and its rules. Pure: facts of
+rows, whatever these are to others; no arrays, no clock.
 
 Places: the highest response ratio first, as long as no row is overtaken too often. Prompts: in the order in which a
 machine that divides itself equally would end them, so that none is later than there; one that others wait for is as

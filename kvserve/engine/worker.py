@@ -19,10 +19,10 @@ from mlx_lm.generate import generation_stream
 from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.borders import described, engine_outlives
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
-from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
 from kvserve.engine.engine_start import EngineCall, EngineStart
+from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.memory import Account
 from kvserve.engine.model import LoadedModel

@@ -15,8 +15,7 @@ from benchmarks.weightless import Weightless
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.kv_buffers import BatchKv, RowKv, entering, num_slots
-from kvserve.engine.kv_size import KvSize
-from kvserve.engine.model import LoadedModel
+from kvserve.engine.model import KvSize, LoadedModel
 from kvserve.engine.prefill import reserve
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import sampler_for

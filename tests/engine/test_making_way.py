@@ -15,8 +15,8 @@ from kvserve.engine import admission, kv_room, row_outline
 from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
-from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import fixed_memory
+from kvserve.engine.model import KvSize
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
