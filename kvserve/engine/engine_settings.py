@@ -1,17 +1,36 @@
 """What the operator decides about an engine, and what `/health` reads of it. No arrays."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory_bytes, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.warming import WarmSettings
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """What the operator decides about KV on disk; `max_bytes` None leaves it to the free space of the volume.
+
+    What may wait to be written, or be read ahead, is for the engine to say where it is None.
+    `is_ephemeral`: a scratch file that vanishes with the process, and RAM holds what rows need now, nothing else.
+    `beside`: patterns of other files in `folder` that count in `max_bytes`.
+    """
+
+    folder: Path
+    max_bytes: int | None
+    min_free_bytes: int
+    ttl_hours: float
+    max_queued_bytes: int | None = None
+    max_read_ahead_bytes: int | None = None
+    is_ephemeral: bool = False
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

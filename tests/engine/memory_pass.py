@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from kvserve.core import GenerationRequest
 from kvserve.demo.families import ModelScale
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.memory import Account, MemoryLedger
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, engine_settings, generate, prompt_of, request
