@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from kvserve.engine.row_outline import expected_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, expected_tokens
 from kvserve.errors import KvserveError, MemoryExhausted
 
 ALL_BYTES = 2**60

@@ -30,8 +30,7 @@ from kvserve.engine.decode_group import (
 )
 from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, settle
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import admitted_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
 from kvserve.engine.token_dispatcher import SendingModule

@@ -15,8 +15,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 
 from kvserve.engine.kv_buffers import flat_caches, num_slots
 from kvserve.engine.quantised import PackedCache
-from kvserve.engine.row_outline import admitted_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.sampling import LogitsProcessor, Sampler, processors_for, sampler_for
 from kvserve.engine.solo import SoloGenerator
 

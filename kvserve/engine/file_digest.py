@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from kvserve.cache.disk_store import check_owner
-from kvserve.engine.loaded_files import MEMORY_FILE, OURS, FileStamp
+from kvserve.engine.model_files import MEMORY_FILE, OURS, FileStamp
 
 PIECE_BYTES = 64 * 2**20
 """Part of what a digest means: another length gives other digests."""

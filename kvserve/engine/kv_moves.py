@@ -26,8 +26,7 @@ from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import owner_of, tokens_of, user_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, owner_of, tokens_of, user_of
 from kvserve.engine.snapshot import CacheLayout, KvSlice, StateSnapshot, merged
 
 RECORD_TOKENS = 2048

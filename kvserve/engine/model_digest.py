@@ -19,7 +19,7 @@ from typing import Literal
 
 from kvserve.engine.file_digest import DigestMemory, FilePiece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
-from kvserve.engine.loaded_files import FileStamps, differing, file_stamps, stamp_of
+from kvserve.engine.model_files import FileStamps, differing, file_stamps, stamp_of
 
 AT_ONCE_BYTES = 32 * 2**20
 """So little is read on the spot: a loader reads it in the next moment anyway."""

@@ -17,8 +17,7 @@ from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.kv_buffers import flat_caches, settle, with_room
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.quantised import PackedCache
-from kvserve.engine.row_outline import expected_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.vision_pass import RowImages, see
 
 FIRST_CHUNK_TOKENS = 256

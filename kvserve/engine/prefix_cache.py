@@ -35,8 +35,7 @@ from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
 
 TRIM_MISS_TOLERANCE_TOKENS = 64

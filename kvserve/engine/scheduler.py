@@ -23,8 +23,7 @@ from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import expected_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.turn_order import TurnOrder
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warmer import Warmer

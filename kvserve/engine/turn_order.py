@@ -27,8 +27,7 @@ from kvserve.engine.policy import (
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import tokens_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, tokens_of
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 
 TELL_SECONDS = 1.0

@@ -13,8 +13,7 @@ from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import tokens_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, tokens_of
 
 NOT_RESTORED = "KV could not be restored and will be computed again"
 

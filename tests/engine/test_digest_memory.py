@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvserve.engine import file_digest
 from kvserve.engine.file_digest import REFRESH_SECONDS, UNUSED_SECONDS, DigestMemory
-from kvserve.engine.loaded_files import MEMORY_FILE, FileStamp
+from kvserve.engine.model_files import MEMORY_FILE, FileStamp
 from tests.laws import num_examples
 
 STAMP = FileStamp(1, 2, 3, 1_795_518_236_420_521_416, 1_795_518_236_451_315_595)
