@@ -166,8 +166,8 @@ class DecodePool:
         for group in self._groups:
             if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
                 for leaf in flat_caches(group.generator._generation_batch.prompt_cache):
-                    if isinstance(leaf, BatchKv) and leaf.keys is not None:
-                        settle(leaf.keys, leaf.values)
+                    if isinstance(leaf, BatchKv):
+                        settle(*leaf.rows)
             group.has_lost_rows = False
 
     def step(self) -> DecodeResult:

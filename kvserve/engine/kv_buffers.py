@@ -21,6 +21,9 @@ def flat_caches(caches: Iterable[Any]) -> list[Any]:
     ]
 
 
+type KvArrays = tuple[mx.array, ...]
+"""Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values; or none."""
+
 STEP_TOKENS = 256
 """Buffers that grow have a multiple of so many slots."""
 
@@ -67,17 +70,94 @@ def stacked(parts: Sequence[tuple[mx.array | None, int]], num_rows: Sequence[int
     return joined
 
 
+def _stacked_rows(parts: Sequence[tuple[KvArrays, int, int]]) -> KvArrays:
+    """The same for all arrays of parts (arrays, how many rows, how many slots of them are used)."""
+    longest, num_rows = max(num_used for _, _, num_used in parts), [count for _, count, _ in parts]
+    num_arrays = max(len(rows) for rows, _, _ in parts)
+    return tuple(
+        stacked([(rows[index] if rows else None, num_used) for rows, _, num_used in parts], num_rows, longest)
+        for index in range(num_arrays)
+    )
+
+
 def settle(*arrays: mx.array) -> None:
     """Compute large copies at once, before those of the next layer: what they are copied from can leave meanwhile."""
     if sum(array.nbytes for array in arrays) >= LARGE_BYTES:
         mx.eval(arrays)
 
 
-class RowKv(KVCache):
-    """A row on its way into a batch: mlx-lm merges caches by their own class."""
+class RightAligned:
+    """Rows that decode together: arrays of (rows, heads, slots, width), in which every row ends at slot `_idx` and room
+    follows. `offset` (rows,) is the number of tokens of each row, `left_padding` (rows,) what is missing to the longest
+    one."""
+
+    rows: KvArrays
+    offset: mx.array
+    left_padding: mx.array
+    _idx: int
+
+    def take_in(self, caches: Sequence[Any]) -> Self:
+        """Begin with these rows, each by itself. A single one is handed over, and is empty then."""
+        self.offset = mx.array([cache.offset for cache in caches])
+        self._idx = max(cache.offset for cache in caches)
+        self.left_padding = self._idx - self.offset
+        if len(caches) == 1:
+            [row] = caches
+            self.rows, row.rows, row.offset = row.rows, (), 0
+        else:
+            self.rows = _stacked_rows([(cache.rows, 1, cache.offset) for cache in caches])
+        return self
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep these rows, and no slot that only padding needs. Where all stay nothing moves."""
+        keep = [int(index) for index in batch_indices]
+        chosen = mx.array(keep)
+        num_spare = int(mx.min(self.left_padding[chosen]).item())  # type: ignore[arg-type]
+        if num_spare == 0 and keep == list(range(self.num_rows)):
+            return
+        self.rows = tuple(gathered(array, chosen, num_spare, self._idx) for array in self.rows)
+        self.left_padding = self.left_padding[chosen] - num_spare
+        self.offset = self.offset[chosen]
+        self._idx -= num_spare
+
+    def extend(self, other: Self) -> None:
+        """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
+        batches, longest = (self, other), max(self._idx, other._idx)
+        self.rows = _stacked_rows([(each.rows, each.num_rows, each._idx) for each in batches])
+        other.rows = ()
+        settle(*self.rows)
+        self.left_padding = mx.concatenate([each.left_padding + (longest - each._idx) for each in batches])
+        self.offset = mx.concatenate([each.offset for each in batches])
+        self._idx = longest
+
+    def row(self, index: int) -> tuple[KvArrays, int]:
+        """One row and its length, not copied: a view without room, which shows what the row holds now whatever is
+        written later."""
+        start = int(self.left_padding[index].item())  # type: ignore[arg-type]
+        return tuple(array[index : index + 1, :, start : self._idx] for array in self.rows), self._idx - start
+
+    @property
+    def num_rows(self) -> int:
+        return self.left_padding.size
+
+
+class _Plain:
+    """`rows` of a cache of mlx-lm's that has keys and values in full precision."""
 
     keys: Any
     values: Any
+
+    @property
+    def rows(self) -> KvArrays:
+        return () if self.keys is None else (self.keys, self.values)
+
+    @rows.setter
+    def rows(self, rows: KvArrays) -> None:
+        self.keys, self.values = rows or (None, None)
+
+
+class RowKv(_Plain, KVCache):
+    """A row on its way into a batch: mlx-lm merges caches by their own class."""
 
     @classmethod
     def of(cls, cache: KVCache) -> Self:
@@ -91,80 +171,29 @@ class RowKv(KVCache):
     @classmethod
     def merge(cls, caches: "Sequence[RowKv]") -> "BatchKv":
         """What mlx-lm calls to make a batch."""
-        return BatchKv.of(caches)
+        return BatchKv([0] * len(caches)).take_in(caches)
 
 
-class BatchKv(BatchKVCache):
-    """Keys and values (rows, heads, slots, width), right-aligned: every row ends at slot `_idx`, room follows."""
-
-    keys: Any
-    values: Any
-
-    @classmethod
-    def of(cls, rows: Sequence[RowKv]) -> Self:
-        """One batch of rows, the shorter ones padded on the left. A single one is handed over, and is empty then."""
-        longest = max(row.offset for row in rows)
-        batch = cls([longest - row.offset for row in rows])
-        if len(rows) == 1:
-            [row] = rows
-            batch.keys, batch.values, row.keys, row.values, row.offset = row.keys, row.values, None, None, 0
-        elif any(row.keys is not None for row in rows):
-            num_rows = [1] * len(rows)
-            batch.keys = stacked([(row.keys, row.offset) for row in rows], num_rows, longest)
-            batch.values = stacked([(row.values, row.offset) for row in rows], num_rows, longest)
-        batch._idx = longest
-        batch.offset = batch.offset + longest
-        return batch
+class BatchKv(_Plain, RightAligned, BatchKVCache):
+    """Keys and values of such rows in full precision."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add tokens (rows, heads, tokens, width); all slots so far, padding included."""
         end = self._idx + keys.shape[2]
         if self.keys is not None and end > self.keys.shape[2]:
-            self.keys = with_room(self.keys, self._idx, num_slots(end))
-            self.values = with_room(self.values, self._idx, num_slots(end))
-            settle(self.keys, self.values)
+            self.rows = tuple(with_room(array, self._idx, num_slots(end)) for array in self.rows)
+            settle(*self.rows)
         fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
         return fetched
 
-    def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep these rows, and no slot that only padding needs. Where all stay nothing moves."""
-        keep = [int(index) for index in batch_indices]
-        padding = [int(self.left_padding[index].item()) for index in keep]  # type: ignore[arg-type]
-        num_spare = min(padding)
-        if num_spare == 0 and keep == list(range(self.left_padding.size)):
-            return
-        chosen = mx.array(keep)
-        if self.keys is not None:
-            self.keys = gathered(self.keys, chosen, num_spare, self._idx)
-            self.values = gathered(self.values, chosen, num_spare, self._idx)
-        self.offset = self.offset[chosen]
-        self.left_padding = self.left_padding[chosen] - num_spare
-        self._idx -= num_spare
-
-    def extend(self, other: "BatchKv") -> None:
-        """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
-        longest = max(self._idx, other._idx)
-        batches = (self, other)
-        if any(batch.keys is not None for batch in batches):
-            num_rows = [batch.left_padding.size for batch in batches]
-            keys = stacked([(batch.keys, batch._idx) for batch in batches], num_rows, longest)
-            values = stacked([(batch.values, batch._idx) for batch in batches], num_rows, longest)
-            self.keys, self.values, other.keys, other.values = keys, values, None, None
-            settle(keys, values)
-        self.left_padding = mx.concatenate([batch.left_padding + (longest - batch._idx) for batch in batches])
-        self.offset = mx.concatenate([batch.offset for batch in batches])
-        self._idx = longest
-
     def extract(self, idx: int) -> KVCache:
-        """One row, not copied: a view without room, which shows what the row holds now whatever is written later."""
-        row: Any = KVCache()  # type: ignore[no-untyped-call]
-        start = int(self.left_padding[idx].item())  # type: ignore[arg-type]
-        if self.keys is not None:
-            row.keys = self.keys[idx : idx + 1, :, start : self._idx]
-            row.values = self.values[idx : idx + 1, :, start : self._idx]
-            row.offset = self._idx - start
-        taken: KVCache = row
-        return taken
+        """One row as a cache of its own: see `row`."""
+        rows, num_tokens = self.row(idx)
+        taken: Any = KVCache()  # type: ignore[no-untyped-call]
+        if rows:
+            taken.keys, taken.values, taken.offset = *rows, num_tokens
+        cache: KVCache = taken
+        return cache
 
 
 def entering(caches: list[Any]) -> list[Any]:

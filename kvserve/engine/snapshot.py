@@ -25,8 +25,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from kvserve.engine.kv_buffers import settle
-from kvserve.engine.quantised import Packed, PackedCache, Quantiser
+from kvserve.engine.kv_buffers import KvArrays, settle
+from kvserve.engine.quantised import PackedCache, Quantiser
 from kvserve.engine.vision import RopeShift
 
 LeafKind = Literal["cut", "window", "whole", "none"]
@@ -45,7 +45,7 @@ class KvSlice:
     `rest` are the last of its tokens, where they are in the other form.
     """
 
-    leaves: tuple[Packed, ...]
+    leaves: tuple[KvArrays, ...]
     num_tokens: int
     num_bytes: int
     is_packed: bool = False
@@ -234,7 +234,7 @@ def _of_one_form(kv: KvSlice, start: int, end: int) -> Iterator[tuple[KvSlice, i
         yield from _of_one_form(kv.rest, max(start - num_own, 0), end - num_own)
 
 
-def _evaluated_slice(leaves: tuple[Packed, ...], num_tokens: int, is_packed: bool) -> KvSlice:
+def _evaluated_slice(leaves: tuple[KvArrays, ...], num_tokens: int, is_packed: bool) -> KvSlice:
     mx.eval(leaves)
     return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
 
@@ -252,17 +252,17 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
     return [leaf for cache in caches for leaf in (cache.caches if isinstance(cache, CacheList) else [cache])]
 
 
-def _kv_arrays(leaf: Any) -> Packed:
+def _kv_arrays(leaf: Any) -> KvArrays:
     return leaf.rows if isinstance(leaf, PackedCache) else (leaf.keys, leaf.values)
 
 
-def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> Packed:
+def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> KvArrays:
     kv, start, end = piece
     is_whole = (start, end) == (0, kv.num_tokens)
     return tuple(array if is_whole else array[..., start:end, :] for array in kv.leaves[leaf_index])
 
 
-def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
+def _fill(leaf: Any, pieces: Sequence[KvArrays], room: int) -> None:
     """Give an empty cut leaf the rows of all pieces, in one copy, with room behind them."""
     if not pieces:
         return
@@ -271,7 +271,7 @@ def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
     leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
 
 
-def _fill_at_once(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
+def _fill_at_once(leaf: Any, pieces: Sequence[KvArrays], room: int) -> None:
     """The same, and nothing of it is left to be computed."""
     _fill(leaf, pieces, room)
     mx.eval(leaf.keys, leaf.values)
@@ -284,7 +284,7 @@ def _twin(leaf: Any) -> Any:
     return twin
 
 
-def _parts_of(leaf: Any, borders: Sequence[int], rest: Sequence[Any]) -> list[Packed]:
+def _parts_of(leaf: Any, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
     """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`, but for
     leaves that have given theirs away."""
     parts = [
@@ -306,7 +306,7 @@ def _packed(quantiser: Quantiser, pieces: Sequence[tuple[KvSlice, int, int]], le
     return PackedCache(quantiser.scheme, rows, sum(piece[0].shape[TOKEN_AXIS] for piece in packed))
 
 
-def _with_room(pieces: Sequence[Packed], room: int) -> Packed:
+def _with_room(pieces: Sequence[KvArrays], room: int) -> KvArrays:
     """The rows of all pieces, in one copy, with empty slots behind them."""
     arrays = []
     for parts in zip(*pieces, strict=True):
