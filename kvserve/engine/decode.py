@@ -65,10 +65,6 @@ class DecodePool:
         """The decoding rows, in no particular order."""
         return [row for group in self._groups for row in group.rows.values()]
 
-    def padded_tokens(self) -> int:
-        """Tokens of KV that the batches hold, padding included."""
-        return sum(group.longest * len(group.rows) for group in self._groups)
-
     def held_bytes(self) -> float:
         """Bytes of KV that the batches hold, padding and room for the answer included."""
         sizes, held = self._model.sizes, self.state_bytes

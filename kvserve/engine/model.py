@@ -155,11 +155,6 @@ class LoadedModel:
         decoder: Any = self.module
         return RowImages.of(request, has_positions=decoder.has_positions)
 
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes of a token's KV in full precision."""
-        return self.sizes.per_token
-
 
 def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
     """The snapshot of a hub name, downloaded when absent. Raises ModelLoadError when there is no such name, or the hub

@@ -76,7 +76,7 @@ class _Alone:
 
 
 @dataclass(slots=True, eq=False)
-class _Script:
+class Script:
     """A sampler that writes the given tokens, whatever the model says, and remembers what it was shown."""
 
     given: list[int]
@@ -84,7 +84,7 @@ class _Script:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self.seen.append(logprobs[0])
-        return mx.array(self.given[len(self.seen) - 1 : len(self.seen)], dtype=mx.uint32)
+        return mx.array([self.given[min(len(self.seen), len(self.given)) - 1]], dtype=mx.uint32)
 
 
 def check_caches(model: LoadedModel) -> CacheSupport:
@@ -161,7 +161,7 @@ class _Trial:
     def batch(self) -> None:
         """Two rows enter a batch together, a third one later; that one continues alone. Raises CachesDiffer."""
         rows = (self._long, self._short, self._short)
-        scripts = [_Script(row.given) for row in rows]
+        scripts = [Script(row.given) for row in rows]
         generator: Any = batch_generator(self._module)
         ended: dict[int, list[Any]] = {}
         try:
@@ -205,10 +205,10 @@ class _Trial:
         caches = self._new_caches()
         stepped = [self._step(caches, [token]) for token in (*self._short.prompt, *self._short.given[:-1])]
         found = stepped[len(self._short.prompt) - 1 :]
-        return max(_error(*pair) for pair in zip(found, self._short.logprobs, strict=True))
+        return max(logits_error(*pair) for pair in zip(found, self._short.logprobs, strict=True))
 
     def _compare(self, found: Sequence[mx.array], expected: Sequence[mx.array]) -> None:
-        error = max(_error(*pair) for pair in zip(found, expected, strict=True))
+        error = max(logits_error(*pair) for pair in zip(found, expected, strict=True))
         if not error <= self._max_error:  # also for one that is not a number
             raise CachesDiffer(f"its logits are off by {error:.0%}")
 
@@ -216,16 +216,10 @@ class _Trial:
         caches = self._prefilled(prompt)
         return _Alone(prompt, given, [self._step(caches, [token]) for token in (prompt[-1], *given[:-1])])
 
-    def _insert(self, generator: Any, rows: Sequence[_Alone], scripts: Sequence[_Script]) -> None:
+    def _insert(self, generator: Any, rows: Sequence[_Alone], scripts: Sequence[Script]) -> None:
         """Let rows decode two tokens each in a batch."""
-        generator.insert(
-            [row.prompt[-1:] for row in rows],
-            max_tokens=[2 for _ in rows],
-            caches=[entering(self._prefilled(row.prompt)) for row in rows],
-            all_tokens=[row.prompt[:-1] for row in rows],
-            samplers=list(scripts),
-            stop_sequences=[StopSequences() for _ in rows],
-        )
+        caches = [entering(self._prefilled(row.prompt)) for row in rows]
+        insert_scripted(generator, [row.prompt for row in rows], caches, scripts, 2)
 
     def _prefilled(self, prompt: list[int]) -> list[Any]:
         """Caches of all tokens but the last."""
@@ -240,8 +234,27 @@ class _Trial:
         return logits - mx.logsumexp(logits)
 
 
-def _error(found: mx.array, expected: mx.array) -> float:
-    """Where both say the same infinity, a token that the model forbids, there is no error."""
+def insert_scripted(
+    generator: Any,
+    prompts: Sequence[list[int]],
+    caches: Sequence[list[Any]],
+    scripts: Sequence[Script],
+    num_tokens: int,
+) -> None:
+    """Let rows enter a batch, whose caches hold their prompts but for the last token, and write so many tokens each."""
+    generator.insert(
+        [prompt[-1:] for prompt in prompts],
+        max_tokens=[num_tokens for _ in prompts],
+        caches=list(caches),
+        all_tokens=[prompt[:-1] for prompt in prompts],
+        samplers=list(scripts),
+        stop_sequences=[StopSequences() for _ in prompts],
+    )
+
+
+def logits_error(found: mx.array, expected: mx.array) -> float:
+    """Root mean square difference as a share of the spread, of logits or log-probabilities. Where both say the same
+    infinity, a token that the model forbids, there is no error."""
     found, expected = found.astype(mx.float32), expected.astype(mx.float32)
     is_finite = mx.isfinite(expected)
     mean = mx.where(is_finite, expected, 0).sum() / is_finite.sum()

@@ -21,7 +21,7 @@ def model() -> LoadedModel:
 
 def long_prompt(model: LoadedModel) -> list[int]:
     """So long that padding a short row to it costs more than reading the weights."""
-    return prompt_of(100 + model.active_weight_bytes // int(model.kv_bytes_per_token))
+    return prompt_of(100 + model.active_weight_bytes // int(model.sizes.per_token))
 
 
 def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: Dispatch = call_now) -> Row:
@@ -34,6 +34,11 @@ def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: 
         mx.eval([cache.state for cache in caches])
     pool.enter(row, caches, Decoder(sampler_for(each.sampling, model.vocab_size), [], False))
     return row
+
+
+def padded_tokens(pool: DecodePool) -> int:
+    """Tokens of KV that the batches hold, padding included."""
+    return sum(group.longest * len(group.rows) for group in pool._groups)
 
 
 def test_padding_is_the_joining_rows_or_the_others() -> None:
@@ -49,12 +54,12 @@ def test_a_long_row_gets_a_generator_of_its_own(model: LoadedModel) -> None:
     pool = DecodePool(model, 8)
     for seed in range(3):
         enter(pool, model, request(prompt_of(20 + seed, seed), 100))
-    assert pool.padded_tokens() == 3 * 22
-    too_long = 25 + model.active_weight_bytes // int(model.kv_bytes_per_token)
+    assert padded_tokens(pool) == 3 * 22
+    too_long = 25 + model.active_weight_bytes // int(model.sizes.per_token)
     enter(pool, model, request(prompt_of(too_long), 100))
-    assert pool.padded_tokens() == 3 * 22 + too_long
+    assert padded_tokens(pool) == 3 * 22 + too_long
     enter(pool, model, request(prompt_of(21, 9), 100))
-    assert pool.padded_tokens() == 4 * 22 + too_long
+    assert padded_tokens(pool) == 4 * 22 + too_long
     pool.discard()
 
 
