@@ -14,11 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
 from kvserve.cache.disk_blob import Tensor
-from kvserve.engine.snapshot import TOKEN_AXIS, KvSlice, StateSnapshot
+from kvserve.engine.snapshot import TOKEN_AXIS, KvSlice, StateSnapshot, window_of
 
 DTYPES: Mapping[str, mx.Dtype] = {
     "BOOL": mx.bool_,
@@ -222,7 +221,7 @@ def since(state: StateSnapshot, num_tokens: int) -> StateSnapshot | None:
     if not any(_num_rows(leaf) > num_tokens for leaf in state.leaves):
         return None
     leaves = [_cut(leaf, num_tokens) if _num_rows(leaf) > num_tokens else leaf for leaf in state.leaves]
-    return _state_of(leaves)
+    return StateSnapshot.of(leaves)
 
 
 def joined(base: StateSnapshot, part: StateSnapshot) -> StateSnapshot:
@@ -230,7 +229,7 @@ def joined(base: StateSnapshot, part: StateSnapshot) -> StateSnapshot:
     base ends."""
     if len(base.leaves) != len(part.leaves):
         raise NotReadable("they are of other models")
-    return _state_of([_completed(one, other) for one, other in zip(base.leaves, part.leaves, strict=True)])
+    return StateSnapshot.of([_completed(one, other) for one, other in zip(base.leaves, part.leaves, strict=True)])
 
 
 def _completed(base: Any, part: Any) -> Any:
@@ -244,17 +243,11 @@ def _completed(base: Any, part: Any) -> Any:
     def rows(one: mx.array, other: mx.array) -> mx.array:
         return mx.concatenate([one[..., -num_missing:, :], other], axis=TOKEN_AXIS)
 
-    return _window(part, rows(base.keys, part.keys), rows(base.values, part.values))
+    return window_of(part, rows(base.keys, part.keys), rows(base.values, part.values))
 
 
 def _cut(leaf: Any, num_rows: int) -> Any:
-    return _window(leaf, *(mx.contiguous(each[..., -num_rows:, :]) for each in (leaf.keys, leaf.values)))
-
-
-def _window(like: Any, keys: mx.array, values: mx.array) -> Any:
-    window: Any = RotatingKVCache(like.max_size, like.keep)  # type: ignore[no-untyped-call]
-    window.offset, window.keys, window.values, window._idx = like.offset, keys, values, keys.shape[TOKEN_AXIS]
-    return window
+    return window_of(leaf, *(mx.contiguous(each[..., -num_rows:, :]) for each in (leaf.keys, leaf.values)))
 
 
 def _is_window(leaf: Any) -> bool:
@@ -264,9 +257,3 @@ def _is_window(leaf: Any) -> bool:
 
 def _num_rows(leaf: Any) -> int:
     return int(leaf.keys.shape[TOKEN_AXIS]) if _is_window(leaf) else 0
-
-
-def _state_of(leaves: list[Any]) -> StateSnapshot:
-    arrays = [each for leaf in leaves for _, each in tree_flatten(vars(leaf)) if isinstance(each, mx.array)]  # type: ignore[str-unpack]
-    mx.eval(arrays)
-    return StateSnapshot(tuple(leaves), sum(array.nbytes for array in arrays))

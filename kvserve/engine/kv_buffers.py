@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
 
@@ -19,6 +20,11 @@ def flat_caches(caches: Iterable[Any]) -> list[Any]:
     return [
         leaf for cache in caches for leaf in (flat_caches(cache.caches) if isinstance(cache, CacheList) else [cache])
     ]
+
+
+def arrays_in(tree: Any) -> list[mx.array]:
+    """All arrays in lists, tuples and dicts."""
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
 
 
 type KvArrays = tuple[mx.array, ...]

@@ -12,15 +12,22 @@ import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
-from kvserve.engine.kv_buffers import flat_caches
+from kvserve.engine.kv_buffers import arrays_in, flat_caches
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
-from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, knows_family, load_vision
+from kvserve.engine.vision_load import (
+    ImageRule,
+    VisionModel,
+    VisionSupport,
+    is_vision,
+    knows_family,
+    load_vision,
+    weight_bytes,
+)
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
 from kvserve.settings.model_config import read_config
@@ -228,8 +235,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         config=config,
         vocab_size=vocab_size,
         context_limit=context_limit,
-        weight_bytes=sum(array.nbytes for array in _arrays(module.parameters()))
-        + (loaded.vision.num_bytes if loaded.vision is not None else 0),
+        weight_bytes=weight_bytes(module) + (loaded.vision.num_bytes if loaded.vision is not None else 0),
         active_weight_bytes=_active_weight_bytes(module, config),
         sizes=sizes,
         quantiser=support.quantiser if support else None,
@@ -302,11 +308,7 @@ def _bytes_per_token(cache: Any) -> float:
 
     An unknown class may hold other things too: what has no slots, such as an offset, does not grow with the tokens.
     """
-    return sum(array.nbytes / array.shape[-2] for array in _arrays(cache.state) if array.ndim > 2 and array.size)
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
+    return sum(array.nbytes / array.shape[-2] for array in arrays_in(cache.state) if array.ndim > 2 and array.size)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -326,7 +328,7 @@ def _active_weight_bytes(module: Module, config: Mapping[str, Any]) -> int:
     per_token = next((text[k] for k in ("num_experts_per_tok", "num_experts_per_token") if text.get(k)), None)
     share = per_token / num_experts if num_experts and per_token else 1.0
     num_bytes = 0.0
-    for array in _arrays(module.parameters()):  # type: ignore[no-untyped-call]
+    for array in arrays_in(module.parameters()):  # type: ignore[no-untyped-call]
         is_expert_stack = array.ndim == 3 and array.shape[0] == num_experts
         num_bytes += array.nbytes * (share if is_expert_stack else 1.0)
     return int(num_bytes)

@@ -17,7 +17,7 @@ from kvserve.engine.borders import ShortMemory, row_fails_alone
 from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow
+from kvserve.engine.decode_group import DecodeResult, ExtractedRow
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -270,8 +270,7 @@ class Scheduler:
             self._send_tokens()  # the others wait for nothing that is done now
             self._cache_leases.keep_rest(row, left.caches, left.tokens)
             with self._or_leaves(row):
-                enter = partial(self._pool.enter, row, left.caches, Decoder.of(row, self._model.vocab_size))
-                self._memory.with_second_try(enter)
+                self._memory.with_second_try(partial(self._pool.enter, row, left.caches))
 
     def _taken_out(self, row: Row) -> ExtractedRow | None:
         """Take a row that will enter again out of its batch, and hand out the token that is drawn for it: its states
@@ -348,8 +347,7 @@ class Scheduler:
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
             padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
-            decoder = Decoder.of(prefill.row, self._model.vocab_size)
-            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
+            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
 
     def _settle(self, step: DecodeResult) -> None:

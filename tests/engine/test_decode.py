@@ -5,10 +5,8 @@ import pytest
 
 from kvserve.core import GenerationRequest
 from kvserve.engine.decode import DecodePool, extra_padding_tokens
-from kvserve.engine.decode_group import Decoder
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import RequestHandle, Row
-from kvserve.engine.sampling import sampler_for
 from kvserve.engine.token_dispatcher import Delivery, Dispatch, call_now
 from tests.engine.engines import prompt_of, request
 from tests.models import tiny_model
@@ -32,7 +30,7 @@ def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: 
     for start in range(0, len(ids), 128):
         model.module(mx.array([ids[start : start + 128]]), cache=caches)
         mx.eval([cache.state for cache in caches])
-    pool.enter(row, caches, Decoder(sampler_for(each.sampling, model.vocab_size), [], False))
+    pool.enter(row, caches)
     return row
 
 
