@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from kvserve.core import TokenSequence
 from kvserve.engine.borders import ShortMemory, costs_no_row
-from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.cache_records import LONG_ROW_TOKENS, CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import ExtractedRow
 from kvserve.engine.kv_room import NO_ROOM
@@ -20,9 +20,6 @@ from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
 
 NOT_KEPT = "KV could not be kept and will be computed again"
-
-LONG_ROW_TOKENS = 4096
-"""A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
 
 
 class CacheLeases:

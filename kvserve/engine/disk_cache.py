@@ -30,6 +30,7 @@ from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
+from kvserve.engine.warming import ANY_TOKEN
 
 MIN_GAIN_TOKENS = 16
 """Below this a prefill step is as good as a file."""
@@ -91,9 +92,6 @@ class PinnedPrefix:
 RESCUE_SECONDS = 5.0
 RESCUE_WAIT_SECONDS = 0.02
 """So long rows wait while what others have is read before an owner is forgotten; the rest is computed again."""
-
-ANY_TOKEN = 0
-"""Stands behind what is to be had whole: of a prompt all but the last token are."""
 
 
 class RowsGone(Exception):

@@ -38,6 +38,9 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row, expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
 
+DISK_WAIT_SECONDS = 0.02
+"""How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
+
 TRIM_MISS_TOLERANCE_TOKENS = 64
 """A retreat of this many tokens or fewer is not counted as a missed checkpoint."""
 
@@ -79,7 +82,7 @@ class PrefixCache:
         memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
         memory.watch("write_queue", lambda: BEHIND if (disk := self._disk) and disk.tier.is_behind else None)
         self._num_hybrid_trim_misses = 0
-        self._totals = Totals()
+        self.totals = Totals()
         self.warmed = WarmedTokens(lambda tokens, partition: self.kept_tokens(tokens, [partition])[1])
 
     # --- a row's life -------------------------------------------------------------------------------------------------
@@ -167,10 +170,10 @@ class PrefixCache:
         """After so many tokens of an answer the row is kept while it continues; None: only at its end."""
         return self._disk.answer_stride_tokens if self._disk is not None else None
 
-    def await_disk(self, seconds: float) -> None:
+    def await_disk(self) -> None:
         """Wait a moment for the disk, where nothing else is to be done."""
         if self._disk is not None:
-            self._disk.tier.wait(seconds)
+            self._disk.tier.wait(DISK_WAIT_SECONDS)
 
     def let_go(self, pinned: PinnedPrefix) -> None:
         """Let go of a pinned prefix."""
@@ -224,14 +227,6 @@ class PrefixCache:
         self._tree.release(cache_lease.lease)
         if cache_lease.row.is_forgotten:
             self._tree.forget_names()
-
-    def count(self, *, num_prompt_tokens: int = 0, num_cached_tokens: int = 0, num_prefill_tokens: int = 0) -> None:
-        """Add to the totals."""
-        self._totals = Totals(
-            self._totals.num_prompt_tokens + num_prompt_tokens,
-            self._totals.num_cached_tokens + num_cached_tokens,
-            self._totals.num_prefill_tokens + num_prefill_tokens,
-        )
 
     def _note_reuse(self, row: Row, match: PrefixMatch) -> None:
         """Note on the row what it starts from, and count where a checkpoint was missing."""
@@ -367,7 +362,7 @@ class PrefixCache:
         """Forget all that is kept and counted."""
         self.clear()
         self.warmed.forget()
-        self._totals = Totals()
+        self.totals = Totals()
         self._num_hybrid_trim_misses = 0
 
     def held_bytes(self) -> tuple[int, int]:
@@ -378,7 +373,7 @@ class PrefixCache:
     def report(self) -> CacheReport:
         disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses
         stats = replace(self._tree.stats(), live_bytes=self.kv_room.memory.held("live"))
-        return CacheReport(stats, self._totals, misses, self._max_bytes, disk, None, self.has_lost_disk)
+        return CacheReport(stats, replace(self.totals), misses, self._max_bytes, disk, None, self.has_lost_disk)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold."""

@@ -30,9 +30,6 @@ from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure, NoProgress
 
-DISK_WAIT_SECONDS = 0.02
-"""How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
-
 
 class Scheduler:
     """All rows of one model. `tick` does one unit of work; nothing here blocks or raises for a single row's fault."""
@@ -135,7 +132,7 @@ class Scheduler:
                 self._settle(self._pool.step_all() if is_for_all else self._pool.step())
                 self._turn_order.stepped(time.perf_counter() - started)
             case Pause() if self._waiting_for_prefix:
-                self.cache.await_disk(DISK_WAIT_SECONDS)
+                self.cache.await_disk()
 
     def sweep(self) -> None:
         """Evict what has outlived its time, also while no request comes."""
@@ -308,7 +305,8 @@ class Scheduler:
             return
         if not row.has_begun:
             row.num_cached_tokens = num_done
-            self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
+            self.cache.totals.num_prompt_tokens += len(row.request.prompt)
+            self.cache.totals.num_cached_tokens += num_done
         self._cache_leases.begin(row, cache_lease)
         self._prefills.add(prefill := Prefill(row, cache_lease, caches, num_done, images=images))
         self._turn_order.begins(row, prefill.num_left)
@@ -321,7 +319,7 @@ class Scheduler:
         if step.trouble:
             self._report(step.trouble)
         if step.num_tokens:
-            self.cache.count(num_prefill_tokens=step.num_tokens)
+            self.cache.totals.num_prefill_tokens += step.num_tokens
             self.cache.measured_prefill(self._chunk_length.tokens_per_second)
         for prefill in step.computed:
             if step.num_tokens:
@@ -348,7 +346,7 @@ class Scheduler:
         with self._or_leaves(prefill.row):
             padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, padding_bytes))
-            self.cache.count(num_prefill_tokens=1)
+            self.cache.totals.num_prefill_tokens += 1
 
     def _settle(self, step: DecodeResult) -> None:
         """Do what a decode step left to do; clients that must hear something hear it first."""
