@@ -146,6 +146,16 @@ class RightAligned:
     def num_rows(self) -> int:
         return self.left_padding.size
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.rows)
+
+    def size(self) -> int:
+        return self._idx
+
+    def empty(self) -> bool:
+        return not self.rows
+
 
 class _Plain:
     """`rows` of a cache of mlx-lm's that has keys and values in full precision."""

@@ -258,24 +258,19 @@ class MemoryLedger:
     def pressures(self) -> tuple[Pressure, ...]:
         """The bounds that are met now."""
         now = self._clock()
-        self._look_at_watched(now)
+        costs = {bound: cost() for bound, cost in self._watched.items()}
         with self._lock:
+            for watched, cost in costs.items():
+                if cost is None:
+                    self._pressed.pop(watched, None)
+                else:
+                    pressed = self._pressed.setdefault(watched, _Pressed(cost, now, now))
+                    pressed.cost, pressed.last_at = cost, now
             return tuple(
                 Pressure(bound, each.cost, round(now - each.since, 1), each.num_times)
                 for bound, each in self._pressed.items()
                 if now - each.last_at < QUIET_SECONDS
             )
-
-    def _look_at_watched(self, now: float) -> None:
-        costs = {bound: cost() for bound, cost in self._watched.items()}
-        with self._lock:
-            for bound, cost in costs.items():
-                if cost is None:
-                    self._pressed.pop(bound, None)
-                elif (pressed := self._pressed.get(bound)) is None:
-                    self._pressed[bound] = _Pressed(cost, now, now)
-                else:
-                    pressed.cost, pressed.last_at = cost, now
 
 
 _BOUNDS: Mapping[Bound, str] = {

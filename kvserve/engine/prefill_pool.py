@@ -38,7 +38,7 @@ class PrefillPool:
 
     def __init__(self, model: LoadedModel, chunk_length: ChunkLength) -> None:
         self._model = model
-        self._chunk_length = chunk_length
+        self.chunk_length = chunk_length
         self._can_share = model.cache_support.can_pad
         self._prefills: list[Prefill] = []
 
@@ -47,16 +47,6 @@ class PrefillPool:
 
     def __len__(self) -> int:
         return len(self._prefills)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The rate of the newest chunk; None before there was one."""
-        return self._chunk_length.tokens_per_second
-
-    @property
-    def slowest_tokens_per_second(self) -> float | None:
-        """The rate that can be relied on."""
-        return self._chunk_length.slowest_tokens_per_second
 
     def add(self, prefill: Prefill) -> None:
         """Take a row in behind the others."""
@@ -79,7 +69,7 @@ class PrefillPool:
         first = next(prefill for prefill in self._prefills if prefill.row is row)
         group = [first]
         if self._can_share:
-            group = companions(first, self._prefills, self._model, self._chunk_length, seconds)
+            group = companions(first, self._prefills, self._model, self.chunk_length, seconds)
         for prefill in group:
             prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
@@ -91,9 +81,9 @@ class PrefillPool:
     def _compute(self, group: list[Prefill], seconds: float) -> int:
         """The chunk, and its length over all rows. Raises what the model raises."""
         if len(group) > 1:
-            return step_together(group, self._model, self._chunk_length)
+            return step_together(group, self._model, self.chunk_length)
         [prefill] = group
-        return prefill.step(self._model, self._chunk_length, seconds) if prefill.num_left else 0
+        return prefill.step(self._model, self.chunk_length, seconds) if prefill.num_left else 0
 
     def _failed(self, group: list[Prefill], error: Exception) -> PrefillStep:
         """A row that computed alone is taken out. Of several, whose failure it is shows when each computes alone."""

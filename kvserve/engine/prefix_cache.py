@@ -31,12 +31,12 @@ from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheLease, CacheReport, CacheSettings, ForgottenKv, Totals
 from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
-from kvserve.engine.kv_moves import KvMoves
+from kvserve.engine.kv_moves import KvMoves, slices_of
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row, expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
-from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
+from kvserve.engine.snapshot import CacheLayout, merged
 
 DISK_WAIT_SECONDS = 0.02
 """How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
@@ -129,9 +129,9 @@ class PrefixCache:
         if moving := self.kv_moves.nodes(row, match, lease):
             caches = self.kv_moves.restore(row, match, lease, moving, num_next)
         else:
-            pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
-            state = match.state.payload if match.state is not None else None
-            caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
+            pieces = slices_of(match.pieces)
+            state: Any = match.state.payload if match.state is not None else None
+            caches = self._layout.restore(pieces, state, num_next)
         stops = plan_stops(
             outline(tokens, row.request.message_starts, needs_checkpoints=self.needs_checkpoints),
             num_usable_tokens=match.num_usable_tokens,
@@ -304,11 +304,7 @@ class PrefixCache:
         run = self._tree.plan_coalesce()
         if run is None or not self.kv_room.memory.has_room_for_kv(sum(p.segment.num_bytes for p in run.pieces)):
             return False
-        pieces: list[tuple[KvSlice, int, int]] = [
-            (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
-            for piece in run.pieces
-        ]
-        self._tree.replace(run, merged(pieces))
+        self._tree.replace(run, merged(slices_of(run.pieces)))
         return True
 
     def clear(self) -> None:

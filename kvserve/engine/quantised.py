@@ -236,16 +236,6 @@ class BatchPackedCache(RightAligned):
     def state(self) -> tuple[KvArrays, mx.array, mx.array, int]:
         return self.rows, self.offset, self.left_padding, self._idx
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.rows)
-
-    def size(self) -> int:
-        return self._idx
-
-    def empty(self) -> bool:
-        return not self.rows
-
 
 def _mark(cache: Any, scheme: Scheme) -> None:
     """mlx-lm's attention takes the keys of a cache that has `bits` for packed ones, whatever the value."""

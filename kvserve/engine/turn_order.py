@@ -206,10 +206,8 @@ class TurnOrder:
             yield PromptFacts(row, finish(row), num_left, other, num_awaited, is_held=other is None)
 
     def _machine(self) -> Machine:
-        streams = self._streams
-        return Machine(
-            self._clock.now, streams.owed_seconds, streams.slice_seconds, self._prefills.slowest_tokens_per_second
-        )
+        streams, rate = self._streams, self._prefills.chunk_length.slowest_tokens_per_second
+        return Machine(self._clock.now, streams.owed_seconds, streams.slice_seconds, rate)
 
     def _tell(self, facts: Facts[Row]) -> None:
         """Note on each row how long it takes to its first token; now and then tell clients of prompts that wait,

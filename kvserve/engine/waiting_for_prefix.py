@@ -133,7 +133,7 @@ class WaitingForPrefix:
             keep(prefill)
             return False
         entry.awaited, entry.awaited_tokens = prefill.cache_lease, num_tokens
-        self._tell(entry.row, prefill, num_tokens, prefills.tokens_per_second)
+        self._tell(entry.row, prefill, num_tokens, prefills.chunk_length.tokens_per_second)
         return True
 
     def _wait_for(self, row: Row, prefills: PrefillPool) -> tuple[Prefill, int] | None:
