@@ -18,7 +18,6 @@ from kvserve.engine.warming import WarmSettings
 class DiskSettings:
     """What the operator decides about KV on disk; `max_bytes` None leaves it to the free space of the volume.
 
-    What may wait to be written, or be read ahead, is for the engine to say where it is None.
     `is_ephemeral`: a scratch file that vanishes with the process, and RAM holds what rows need now, nothing else.
     `beside`: patterns of other files in `folder` that count in `max_bytes`.
     """
@@ -27,8 +26,6 @@ class DiskSettings:
     max_bytes: int | None
     min_free_bytes: int
     ttl_hours: float
-    max_queued_bytes: int | None = None
-    max_read_ahead_bytes: int | None = None
     is_ephemeral: bool = False
     beside: tuple[str, ...] = ()
 
@@ -62,8 +59,6 @@ class EngineSettings:
             batch_bytes=self.max_batch_bytes,
             records_bytes=self.records_bytes,
             image_feature_bytes=self.image_feature_bytes,
-            write_queue_bytes=self.disk.max_queued_bytes if self.disk is not None else None,
-            read_ahead_bytes=self.disk.max_read_ahead_bytes if self.disk is not None else None,
         )
         return plan_memory(memory_bytes(), model.weight_bytes, wanted)
 

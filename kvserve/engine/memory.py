@@ -47,8 +47,6 @@ class WantedMemory:
     batch_bytes: int | None = None
     records_bytes: int | None = None
     image_feature_bytes: int | None = None
-    write_queue_bytes: int | None = None
-    read_ahead_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,8 @@ def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = Wan
     return MemoryPlan(
         kv_bytes=wanted.kv_bytes or kv_bytes,
         batch_bytes=wanted.batch_bytes or kv_bytes,
-        write_queue_bytes=wanted.write_queue_bytes or _share(rest, WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP),
-        read_ahead_bytes=wanted.read_ahead_bytes or _share(rest, READ_AHEAD_SHARE, READ_AHEAD_CAP),
+        write_queue_bytes=_share(rest, WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP),
+        read_ahead_bytes=_share(rest, READ_AHEAD_SHARE, READ_AHEAD_CAP),
         records_bytes=wanted.records_bytes or _share(rest, RECORDS_SHARE, RECORDS_CAP),
         image_feature_bytes=wanted.image_feature_bytes or _share(rest, IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP),
         buffer_bytes=_share(rest, BUFFERS_SHARE, BUFFERS_CAP),

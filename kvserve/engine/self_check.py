@@ -13,7 +13,7 @@ quantised; longer ones are needed for a class that is unknown (`MAX_PROBED_TOKEN
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
@@ -52,21 +52,6 @@ class CachesDiffer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What is computed: the long row's prompt, the short one's is its beginning, and how each of them continues."""
-
-    prompt: list[int]
-    given_long: list[int]
-    given_short: list[int]
-
-    @classmethod
-    def of(cls, num_ids: int, num_prompt_tokens: int) -> Self:
-        """Tokens that differ from their neighbours, with ids below `num_ids`."""
-        ids = [(1 + 37 * place) % num_ids for place in range(num_prompt_tokens + 2 * NUM_GIVEN_TOKENS)]
-        return cls(ids[:num_prompt_tokens], ids[num_prompt_tokens:-NUM_GIVEN_TOKENS], ids[-NUM_GIVEN_TOKENS:])
-
-
-@dataclass(frozen=True, slots=True)
 class _Alone:
     """A row as plain steps compute it: `logprobs[0]` follow the prompt, `logprobs[n]` the nth given token."""
 
@@ -97,7 +82,8 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     unknown = [leaf for leaf in tried if not _is_known(leaf)]
     named = {length for leaf in unknown for length in _lengths_named(leaf)}
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
-    tokens = _Tokens.of(min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens)
+    num_ids, num_tokens = min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens + 2 * NUM_GIVEN_TOKENS
+    tokens = [(1 + 37 * place) % num_ids for place in range(num_tokens)]  # they differ from their neighbours
     with mx.stream(generation_stream):
         trial = _Trial(model.module, model.new_caches, tokens, allows_noise=not unknown)
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
@@ -130,7 +116,7 @@ def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, *, has_unknown:
 # --- trying -----------------------------------------------------------------------------------------------------------
 
 
-def _why_not_packed(model: LoadedModel, tokens: _Tokens, *, allows_noise: bool) -> str:
+def _why_not_packed(model: LoadedModel, tokens: list[int], *, allows_noise: bool) -> str:
     """The same trial for rows whose KV is quantised, if it is to be."""
     if (quantiser := model.quantiser) is None:
         return ""
@@ -150,12 +136,14 @@ class _Trial:
     """A long and a short row, each computed alone, and what else must come out like them."""
 
     def __init__(
-        self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: _Tokens, *, allows_noise: bool
+        self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: list[int], *, allows_noise: bool
     ) -> None:
+        """`tokens`: the long row's prompt, whose beginning is the short one's, and how each of them continues."""
         self._module = module
         self._new_caches = new_caches
-        self._long = self._run_alone(tokens.prompt, tokens.given_long)
-        self._short = self._run_alone(tokens.prompt[:SHORT_ROW_TOKENS], tokens.given_short)
+        prompt, given = tokens[: -2 * NUM_GIVEN_TOKENS], tokens[-2 * NUM_GIVEN_TOKENS :]
+        self._long = self._run_alone(prompt, given[:NUM_GIVEN_TOKENS])
+        self._short = self._run_alone(prompt[:SHORT_ROW_TOKENS], given[NUM_GIVEN_TOKENS:])
         self._max_error = max(MAX_ERROR, NOISE_FACTOR * self._noise()) if allows_noise else MAX_ERROR
 
     def batch(self) -> None:
