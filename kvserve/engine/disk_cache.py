@@ -228,11 +228,9 @@ class DiskCache:
         if not is_sound:
             self._end_load(pinned)
             self._plan_again(pinned)
-        elif self.tier.is_over(pinned.load):
-            self._end_load(pinned)
-            pinned.is_settled = True
-        elif pinned.is_stalled:
-            self.tier.faults.add("unreadable", f"nothing was read for {pinned.patience_seconds:.0f} s")
+        elif (is_over := self.tier.is_over(pinned.load)) or pinned.is_stalled:
+            if not is_over:
+                self.tier.faults.add("unreadable", f"nothing was read for {pinned.patience_seconds:.0f} s")
             self._end_load(pinned)
             pinned.is_settled = True
         return not pinned.is_settled

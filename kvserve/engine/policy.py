@@ -6,7 +6,7 @@ machine that divides itself equally would end them, so that none is later than t
 urgent as the most urgent of them, up to where they part. Streams: their share of the time that prompts take.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -262,11 +262,8 @@ def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -
 def _most_urgent[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> PromptFacts[R] | None:
     """Of those that can compute; first who has nothing left, and only enters."""
     urgent = urgency(prompts)
-    return min(_ready(prompts), key=lambda prompt: (prompt.num_left_tokens > 0, urgent[prompt.row]), default=None)
-
-
-def _ready[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> Iterator[PromptFacts[R]]:
-    return (prompt for prompt in prompts if prompt.awaits is None and not prompt.is_held)
+    ready = (prompt for prompt in prompts if prompt.awaits is None and not prompt.is_held)
+    return min(ready, key=lambda prompt: (prompt.num_left_tokens > 0, urgent[prompt.row]), default=None)
 
 
 def _ends_within[R: Hashable](facts: Facts[R], prompt: PromptFacts[R], seconds: float) -> bool:

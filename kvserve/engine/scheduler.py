@@ -140,7 +140,7 @@ class Scheduler:
         self.cache.make_room()
         self.cache.kv_room.evict_rest(to_its_end=True)
         self.cache.kv_room.memory.look()
-        self.warmer.look()
+        self.cache.warmed.look()
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""

@@ -17,14 +17,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache
 
 from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import entering, flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.prefill_pool import can_be_padded, padded_pass
-from kvserve.engine.snapshot import CacheLayout
-from kvserve.engine.vision import RopeShift
+from kvserve.engine.snapshot import CacheLayout, leaf_kind
 from kvserve.engine.wired import batch_generator
 from kvserve.errors import ModelLoadError
 
@@ -256,7 +255,7 @@ def logits_error(found: mx.array, expected: mx.array) -> float:
 
 def _is_known(leaf: Any) -> bool:
     """Exact classes only: a subclass may do other things than its parent."""
-    return type(leaf) in (KVCache, ArraysCache, RopeShift) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+    return type(leaf) is ArraysCache or leaf_kind(leaf) != "whole"
 
 
 def _lengths_named(leaf: Any) -> set[int]:

@@ -73,7 +73,7 @@ class CacheLayout:
     def __init__(self, new_caches: Callable[[], list[Any]], quantiser: Quantiser | None = None) -> None:
         self._new_caches = new_caches
         self._quantiser = quantiser
-        self._kinds = tuple(_kind(leaf) for leaf in flat_caches(new_caches()))
+        self._kinds = tuple(leaf_kind(leaf) for leaf in flat_caches(new_caches()))
 
     @property
     def is_cuttable(self) -> bool:
@@ -244,7 +244,7 @@ def _evaluated_slice(leaves: tuple[KvArrays, ...], num_tokens: int, is_packed: b
     return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
 
 
-def _kind(leaf: Any) -> LeafKind:
+def leaf_kind(leaf: Any) -> LeafKind:
     """Exact classes only: a subclass may keep more than its parent says, and is then copied whole."""
     if type(leaf) is KVCache:
         return "cut"

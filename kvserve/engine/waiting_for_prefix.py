@@ -64,7 +64,8 @@ class WaitingForPrefix:
         is_one_more = False
         waiting = [entry for entry in self._entries if not entry.has_room]
         if not waiting:
-            self._evict_rest()
+            with costs_no_row(self._report, NO_ROOM):
+                self._cache.kv_room.evict_rest()
         for entry in self._entries if waiting else ():  # or what a row waited for makes way for it
             self._cache.pin_more(entry.pinned)
         for place, entry in enumerate(waiting, 1):
@@ -81,10 +82,6 @@ class WaitingForPrefix:
         with costs_no_row(self._report, NO_ROOM):
             may_begin = self._cache.kv_room.make_some(num_bytes)
         return may_begin
-
-    def _evict_rest(self) -> None:
-        with costs_no_row(self._report, NO_ROOM):
-            self._cache.kv_room.evict_rest()
 
     def remove(self, row: Row) -> None:
         """Let go of what is pinned for a row: it has begun, or left. Nothing where it is not here."""

@@ -170,14 +170,10 @@ class Warmer:
             return 0.0
         return self._model.sizes.peak(self._active.row.num_tokens)
 
-    def look(self) -> None:
-        """See whether what was warmed is still there."""
-        self._cache.warmed.look()
-
     def report(self) -> WarmReport:
         """What became of the jobs. While no client waits for a token it is checked what was evicted meanwhile."""
         if self._clock() >= self._quiet_until:
-            self.look()
+            self._cache.warmed.look()
         num_waiting = len(self._waiting) + (self._active is not None)
         ended = self._ended
         return WarmReport(
