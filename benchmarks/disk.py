@@ -28,8 +28,7 @@ from kvserve.core import (
 )
 from kvserve.demo.build import build_model
 from kvserve.engine.disk_cache import DiskReport
-from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.engine_settings import EngineSettings
+from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.worker import Engine
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")

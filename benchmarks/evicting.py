@@ -25,8 +25,7 @@ from kvserve.core import (
     TokenSequence,
 )
 from kvserve.demo.build import build_model
-from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.engine_settings import EngineSettings
+from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
 

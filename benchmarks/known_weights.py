@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Bound, Figure
-from kvserve.engine.digest_memory import DigestMemory
+from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.model_digest import SETTLED_SECONDS, ModelDigest
 
 NUM_FILES, FILE_BYTES = 4, 5 * 2**30

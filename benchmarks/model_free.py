@@ -18,9 +18,8 @@ from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app.wiring import engine_settings, identity_settings, request_defaults
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
-from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import fixed_memory
-from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.model import KvSize, LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import CacheLease, PrefixCache
 from kvserve.engine.rows import RequestHandle, Row

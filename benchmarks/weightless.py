@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from kvserve.engine.kv_size import KvSize
-from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.model import KvSize, LoadedModel, load
 
 
 class Weightless:

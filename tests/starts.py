@@ -19,9 +19,9 @@ import pytest
 from kvserve.app import model_swap
 from kvserve.core import SamplingParams
 from kvserve.engine import engine_start
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.loaded_files import file_stamps
+from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.model_files import file_stamps
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
 from kvserve.prompt import template

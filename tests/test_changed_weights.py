@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvserve.engine.engine_start
-from kvserve.engine.loaded_files import MEMORY_FILE
+from kvserve.engine.model_files import MEMORY_FILE
 from kvserve.sessions.archive_file import FILE_NAME
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, Chat, chat_body, eventually, serving_app, unstarted_app, whole

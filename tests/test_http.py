@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from kvserve.engine import decode_group
-from kvserve.engine.constraint import GrammarProcessor
+from kvserve.engine.logits_processors import GrammarProcessor
 from kvserve.engine.prefill import Prefill
 from tests.laws import sampled_cells
 from tests.serving import (

@@ -13,7 +13,7 @@ import pytest
 from kvserve.engine import model_digest
 from kvserve.engine.file_digest import FilePiece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
-from kvserve.engine.loaded_files import file_stamps
+from kvserve.engine.model_files import file_stamps
 
 
 def fingerprint_of(folder: Path) -> str:

@@ -20,10 +20,9 @@ from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.core.keeping import Scope
-from kvserve.engine.loaded_files import FileStamps, differing, file_stamps
-from kvserve.engine.memory_plan import memory_bytes, plan_memory
+from kvserve.engine.memory import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
-from kvserve.engine.model_files import check_weights, weight_file_bytes
+from kvserve.engine.model_files import FileStamps, check_weights, differing, file_stamps, weight_file_bytes
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError

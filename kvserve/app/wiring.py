@@ -8,9 +8,8 @@ from kvserve.canonical.rules import select
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.engine_settings import EngineSettings
-from kvserve.engine.memory_plan import RECORDS_CAP
+from kvserve.engine.engine_settings import DiskSettings, EngineSettings
+from kvserve.engine.memory import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.identity.recognise import IdentitySettings

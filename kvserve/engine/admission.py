@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_buffers import num_slots
-from kvserve.engine.kv_size import KvSize
+from kvserve.engine.model import KvSize
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import ANSWER_ALLOWANCE_TOKENS, admitted_tokens, tokens_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import ANSWER_ALLOWANCE_TOKENS, Row, admitted_tokens, tokens_of
 from kvserve.errors import MemoryExhausted
 
 

@@ -1,4 +1,5 @@
-"""What is kept of a row <-> bytes: slices of KV and states as named tensors and a JSON text that puts them together.
+"""What is kept of a row <-> bytes: slices of KV and states as named tensors and a JSON text that puts them together;
+and of a state with sliding windows only what came since another one.
 
 A state is a tree: cache objects of registered classes, lists, tuples, dicts, None, numbers, strings and arrays of any
 type and shape. Objects are rebuilt from their attributes through the registry; nothing is ever executed (no pickle).
@@ -13,9 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import RotatingKVCache
 
 from kvserve.cache.disk_blob import Tensor
-from kvserve.engine.snapshot import KvSlice, StateSnapshot
+from kvserve.engine.snapshot import TOKEN_AXIS, KvSlice, StateSnapshot, window_of
 
 DTYPES: Mapping[str, mx.Dtype] = {
     "BOOL": mx.bool_,
@@ -204,3 +206,54 @@ def _arrays_of(tensors: Sequence[Tensor]) -> Iterator[mx.array]:
             continue
         # As bytes first: their place in the file need not suit the type.
         yield mx.array(np.frombuffer(tensor.data, np.uint8)).view(dtype).reshape(tensor.shape)
+
+
+# --- sliding windows as runs of rows ----------------------------------------------------------------------------------
+
+
+def since(state: StateSnapshot, num_tokens: int) -> StateSnapshot | None:
+    """The state with the rows of its last tokens only, in arrays of their own; None where no window has more.
+
+    base   |--------------- window ---------------|
+    state         |--------------- window ---------------|
+    part                                          |------|       what is written of it
+    """
+    if not any(_num_rows(leaf) > num_tokens for leaf in state.leaves):
+        return None
+    leaves = [_cut(leaf, num_tokens) if _num_rows(leaf) > num_tokens else leaf for leaf in state.leaves]
+    return StateSnapshot.of(leaves)
+
+
+def joined(base: StateSnapshot, part: StateSnapshot) -> StateSnapshot:
+    """The whole state of which `part` has what came since `base`. Raises NotReadable where it does not begin where its
+    base ends."""
+    if len(base.leaves) != len(part.leaves):
+        raise NotReadable("they are of other models")
+    return StateSnapshot.of([_completed(one, other) for one, other in zip(base.leaves, part.leaves, strict=True)])
+
+
+def _completed(base: Any, part: Any) -> Any:
+    num_rows = _num_rows(part)
+    if not _is_window(part) or num_rows == (num_wanted := min(part.offset, part.max_size)):
+        return part
+    num_missing = num_wanted - num_rows
+    if not _is_window(base) or base.offset + num_rows != part.offset or not 0 < num_missing <= _num_rows(base):
+        raise NotReadable("a window does not go on from the one before")
+
+    def rows(one: mx.array, other: mx.array) -> mx.array:
+        return mx.concatenate([one[..., -num_missing:, :], other], axis=TOKEN_AXIS)
+
+    return window_of(part, rows(base.keys, part.keys), rows(base.values, part.values))
+
+
+def _cut(leaf: Any, num_rows: int) -> Any:
+    return window_of(leaf, *(mx.contiguous(each[..., -num_rows:, :]) for each in (leaf.keys, leaf.values)))
+
+
+def _is_window(leaf: Any) -> bool:
+    """As `snapshot` keeps them: exactly this class, its rows in the order of time."""
+    return type(leaf) is RotatingKVCache and leaf.keep == 0 and leaf.keys is not None
+
+
+def _num_rows(leaf: Any) -> int:
+    return int(leaf.keys.shape[TOKEN_AXIS]) if _is_window(leaf) else 0

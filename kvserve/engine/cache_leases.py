@@ -9,21 +9,17 @@ from typing import Any
 import mlx.core as mx
 
 from kvserve.core import TokenSequence
-from kvserve.engine.borders import costs_no_row
-from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.borders import ShortMemory, costs_no_row
+from kvserve.engine.cache_records import LONG_ROW_TOKENS, CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import ExtractedRow
 from kvserve.engine.kv_room import NO_ROOM
-from kvserve.engine.kv_size import KvSize
-from kvserve.engine.out_of_memory import ShortMemory
+from kvserve.engine.model import KvSize
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
 
 NOT_KEPT = "KV could not be kept and will be computed again"
-
-LONG_ROW_TOKENS = 4096
-"""A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
 
 
 class CacheLeases:

@@ -12,6 +12,9 @@ from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.rows import Row
 from kvserve.engine.warming import WarmReport
 
+LONG_ROW_TOKENS = 4096
+"""A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
@@ -65,7 +68,7 @@ class ForgottenKv:
     is_done: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Totals:
     """Prompt tokens of all requests that began: those found in the cache, and those computed so far."""
 

@@ -17,16 +17,20 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from kvserve.engine.batch_kv import BatchKv, entering
-from kvserve.engine.before_stop import StatesBefore, is_recurrent
-from kvserve.engine.borders import guarded
-from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, drawn_token, hand_out
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.kv_buffers import settle
+from kvserve.engine.borders import client_error, guarded, is_helped_by_room, is_out_of_memory
+from kvserve.engine.decode_group import (
+    Decoder,
+    DecodeResult,
+    ExtractedRow,
+    Group,
+    StatesBefore,
+    drawn_token,
+    hand_out,
+    is_recurrent,
+)
+from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, settle
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
-from kvserve.engine.row_outline import admitted_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
 from kvserve.engine.token_dispatcher import SendingModule
@@ -61,10 +65,6 @@ class DecodePool:
         """The decoding rows, in no particular order."""
         return [row for group in self._groups for row in group.rows.values()]
 
-    def padded_tokens(self) -> int:
-        """Tokens of KV that the batches hold, padding included."""
-        return sum(group.longest * len(group.rows) for group in self._groups)
-
     def held_bytes(self) -> float:
         """Bytes of KV that the batches hold, padding and room for the answer included."""
         sizes, held = self._model.sizes, self.state_bytes
@@ -84,15 +84,14 @@ class DecodePool:
                 own += live(max(admitted_tokens(row), row.num_tokens) if len(group.rows) == 1 else row.num_tokens)
         return self.held_bytes() - own
 
-    def enter(self, row: Row, caches: list[Any], decoder: Decoder, padding_bytes: float = math.inf) -> None:
+    def enter(self, row: Row, caches: list[Any], padding_bytes: float = math.inf) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins
         no batch where it would add more than `padding_bytes` of padding."""
-        tokens = row.tokens()
+        tokens, decoder = row.tokens(), Decoder.of(row, self._model.vocab_size)
         caches = self._model.ready(caches, len(tokens) - 1)
         self._model.place(caches, row.request, len(tokens) - 1)
         most_bytes = min(padding_bytes, self._model.active_weight_bytes)
         group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1), most_bytes)
-        stop_tokens = row.request.stop_tokens
         [uid] = group.generator.insert(
             [tokens[-1:]],
             max_tokens=[row.request.max_tokens - len(row.generated)],
@@ -100,39 +99,34 @@ class DecodePool:
             all_tokens=[tokens[:-1]],
             samplers=[_guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler],
             logits_processors=[[_guarded_processor(row, processor) for processor in decoder.processors]],
-            stop_sequences=[StopSequences([[token] for token in stop_tokens])],
+            stop_sequences=[StopSequences([[token] for token in row.request.stop_tokens])],
         )
         group.rows[uid] = row
 
     def look_at(self, row: Row) -> ExtractedRow | None:
         """What a row that continues decoding holds between two steps, not evaluated yet; None if it does not decode."""
-        for group in self._groups:
-            for uid, each in group.rows.items():
-                if each is row:
-                    caches, tokens = group.generator.extract_cache([uid])[uid]
-                    return ExtractedRow(row, caches, list(tokens))
+        for group, uid in self._place_of(row):
+            caches, tokens = group.generator.extract_cache([uid])[uid]
+            return ExtractedRow(row, caches, list(tokens))
         return None
 
     def remove(self, row: Row) -> ExtractedRow | None:
         """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
-        for group in self._groups:
-            for uid, each in list(group.rows.items()):
-                if each is row:
-                    caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
-                    group.drop(uid)
-                    return ExtractedRow(row, caches, tokens, self._rest(group))
+        for group, uid in self._place_of(row):
+            caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
+            group.drop(uid)
+            return ExtractedRow(row, caches, tokens, self._rest(group))
         return None
 
     def hand_out_drawn(self, row: Row) -> DecodeResult:
         """Hand out the token that the last step has drawn for a row that is about to leave and enter again: what its
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
-        for group in self._groups:
-            for uid in [uid for uid, each in group.rows.items() if each is row]:
-                token = self._asked(group, partial(_drawn_id, group.generator, uid))
-                if isinstance(token, DecodeResult):
-                    return token
-                if token is not None:
-                    hand_out(row, token)
+        for group, uid in self._place_of(row):
+            token = self._asked(group, partial(_drawn_id, group.generator, uid))
+            if isinstance(token, DecodeResult):
+                return token
+            if token is not None:
+                hand_out(row, token)
         left = self.remove(row) if row.is_over else None
         return DecodeResult(finished=(left,) if left is not None else ())
 
@@ -142,6 +136,10 @@ class DecodePool:
         plain = [(group, uid, row) for group in self._groups if not group.is_packed for uid, row in group.rows.items()]
         due = [each for each in plain if each[2].num_tokens == start]
         return [row for group, uid, row in due if drawn_token(group.generator, uid) is not None]
+
+    def _place_of(self, row: Row) -> list[tuple[Group, int]]:
+        """The generator that has a row, and by which uid; empty if it does not decode."""
+        return [(group, uid) for group in self._groups for uid, each in group.rows.items() if each is row]
 
     def _rest(self, group: Group, others: Sequence[ExtractedRow] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""
@@ -162,8 +160,8 @@ class DecodePool:
         for group in self._groups:
             if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
                 for leaf in flat_caches(group.generator._generation_batch.prompt_cache):
-                    if isinstance(leaf, BatchKv) and leaf.keys is not None:
-                        settle(leaf.keys, leaf.values)
+                    if isinstance(leaf, BatchKv):
+                        settle(*leaf.rows)
             group.has_lost_rows = False
 
     def step(self) -> DecodeResult:

@@ -1,19 +1,21 @@
-"""The nouns of decoding: a generator with its rows, how a row draws its tokens, and what a step brought.
+"""The nouns of decoding: a generator with its rows, how a row draws its tokens, what a step brought, and recurrent
+states as they were before it.
 
 The token that a generator has drawn for a row and not handed out is one ahead of what clients hear. A row's states lie
 behind every token that was handed out. They cannot be taken back, and the last token of a row that enters again is
 always computed, so such a row takes the drawn one along.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
 
-from kvserve.engine.kv_buffers import num_slots
-from kvserve.engine.row_outline import admitted_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.kv_buffers import flat_caches, num_slots
+from kvserve.engine.quantised import PackedCache
+from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.sampling import LogitsProcessor, Sampler, processors_for, sampler_for
 from kvserve.engine.solo import SoloGenerator
 
@@ -114,3 +116,46 @@ def hand_out(row: Row, token: int) -> None:
     row.deliver(token)
     if len(row.generated) >= row.request.max_tokens:
         row.finish("length")
+
+
+def is_recurrent(leaf: Any) -> bool:
+    """Whether a cache, of one row or of a batch, is a recurrent state."""
+    return type(leaf) is ArraysCache
+
+
+@dataclass(frozen=True, slots=True)
+class StatesBefore:
+    """The recurrent states of a batch's rows as they were before a step, by reference: where an answer ends whose stop
+    token the next prompt may not repeat.
+
+    A step hands a token out after the model has gone through it, and a recurrent state cannot be taken back. The step
+    replaces these arrays and changes none, so those from before it exist for as long as they are held.
+
+    `rows` are the places of uids in the batch; `states` has one entry per leaf, None for one that can be cut.
+    """
+
+    rows: Mapping[int, int]
+    states: Sequence[Sequence[mx.array] | None]
+
+    @classmethod
+    def of(cls, generator: Any) -> "StatesBefore | None":
+        """The states in a `BatchGenerator` before its next step; None where no row has begun to decode."""
+        batch = generator._generation_batch
+        if not batch.uids:
+            return None
+        flat = flat_caches(batch.prompt_cache)
+        states = [tuple(leaf.cache) if is_recurrent(leaf) else None for leaf in flat]
+        return cls({uid: row for row, uid in enumerate(batch.uids)}, states)
+
+    def put_back(self, uid: int, caches: Sequence[Any]) -> bool:
+        """Give a row's own caches the states from before the step. Returns False, and changes nothing, where they have
+        other layers that cannot be taken back, or no state yet."""
+        row, flat = self.rows.get(uid), flat_caches(caches)
+        can_go_back = all(type(leaf) in (KVCache, PackedCache, ArraysCache) for leaf in flat)
+        has_states = all(array is not None for state in self.states for array in state or ())
+        if row is None or not can_go_back or not has_states:
+            return False
+        for leaf, state in zip(flat, self.states, strict=True):
+            if state is not None:
+                leaf.cache = [array[row : row + 1] for array in state]
+        return True

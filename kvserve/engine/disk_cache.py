@@ -24,12 +24,12 @@ from kvserve.cache.records import Copy
 from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
+from kvserve.engine.blobs import NotReadable, decode_kv, decode_state, joined
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
-from kvserve.engine.windows import PartsApart, joined
+from kvserve.engine.warming import ANY_TOKEN
 
 MIN_GAIN_TOKENS = 16
 """Below this a prefill step is as good as a file."""
@@ -91,9 +91,6 @@ class PinnedPrefix:
 RESCUE_SECONDS = 5.0
 RESCUE_WAIT_SECONDS = 0.02
 """So long rows wait while what others have is read before an owner is forgotten; the rest is computed again."""
-
-ANY_TOKEN = 0
-"""Stands behind what is to be had whole: of a prompt all but the last token are."""
 
 
 class RowsGone(Exception):
@@ -230,11 +227,9 @@ class DiskCache:
         if not is_sound:
             self._end_load(pinned)
             self._plan_again(pinned)
-        elif self.tier.is_over(pinned.load):
-            self._end_load(pinned)
-            pinned.is_settled = True
-        elif pinned.is_stalled:
-            self.tier.faults.add("unreadable", f"nothing was read for {pinned.patience_seconds:.0f} s")
+        elif (is_over := self.tier.is_over(pinned.load)) or pinned.is_stalled:
+            if not is_over:
+                self.tier.faults.add("unreadable", f"nothing was read for {pinned.patience_seconds:.0f} s")
             self._end_load(pinned)
             pinned.is_settled = True
         return not pinned.is_settled
@@ -326,10 +321,7 @@ class DiskCache:
         if blob.head.base:
             if pinned.base is None:
                 raise NotReadable("the state that it goes on from was not read")
-            try:
-                state = joined(pinned.base, state)
-            except PartsApart as error:
-                raise NotReadable(str(error)) from error
+            state = joined(pinned.base, state)
         pinned.base = state
         if entry is goal.states[-1]:
             pinned.base = None

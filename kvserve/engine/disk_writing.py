@@ -14,10 +14,9 @@ from kvserve.cache.kept_path import EvictedNodes, KeptPart, KeptPath
 from kvserve.cache.node import Lease
 from kvserve.cache.records import BoundaryKind, Copy
 from kvserve.cache.tree import PrefixTree
-from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
+from kvserve.engine.blobs import NotStorable, encode_kv, encode_state, since
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
-from kvserve.engine.windows import since
 
 IDLE_WAIT_SECONDS = 0.02
 

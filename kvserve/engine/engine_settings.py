@@ -1,18 +1,33 @@
 """What the operator decides about an engine, and what `/health` reads of it. No arrays."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.memory import MemoryReport
-from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, plan_memory
+from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory_bytes, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.warming import WarmSettings
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """What the operator decides about KV on disk; `max_bytes` None leaves it to the free space of the volume.
+
+    `is_ephemeral`: a scratch file that vanishes with the process, and RAM holds what rows need now, nothing else.
+    `beside`: patterns of other files in `folder` that count in `max_bytes`.
+    """
+
+    folder: Path
+    max_bytes: int | None
+    min_free_bytes: int
+    ttl_hours: float
+    is_ephemeral: bool = False
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +59,6 @@ class EngineSettings:
             batch_bytes=self.max_batch_bytes,
             records_bytes=self.records_bytes,
             image_feature_bytes=self.image_feature_bytes,
-            write_queue_bytes=self.disk.max_queued_bytes if self.disk is not None else None,
-            read_ahead_bytes=self.disk.max_read_ahead_bytes if self.disk is not None else None,
         )
         return plan_memory(memory_bytes(), model.weight_bytes, wanted)
 

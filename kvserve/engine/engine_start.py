@@ -2,6 +2,7 @@
 request.
 """
 
+import hashlib
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,12 +12,19 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.disk_blob import FORMAT
+from kvserve.cache.disk_records import DiskLimits, Faults, Removal
+from kvserve.cache.disk_scratch import ScratchStore
+from kvserve.cache.disk_store import INDEX_NAME, FolderStore
+from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.disk_trie import BlobTrie
+from kvserve.cache.forget_users import IsForgotten
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
-from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
-from kvserve.engine.engine_settings import EngineSettings
+from kvserve.engine.borders import costs_the_disk_only
+from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.fingerprint import kv_fingerprint
-from kvserve.engine.memory import Account, MemoryLedger
-from kvserve.engine.memory_plan import memory_bytes, overdrawn
+from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
@@ -27,8 +35,14 @@ from kvserve.engine.vision_check import with_images_tried
 from kvserve.engine.wired import WiredLimit, wired_bytes
 from kvserve.errors import ModelLoadError, NotReady
 
+FOLDER_NAME_DIGITS = 32
+CLOSE_SECONDS = 5.0
+
 type EngineCall = Callable[[Scheduler | None], None]
 """Something that another thread wants done on the engine thread; None means that it will not be done any more."""
+
+type OpenTier = Callable[[BlockHasher], DiskTier | None]
+"""Opens the disk tier of the model that the hasher names prefixes of; None if it cannot be."""
 
 
 class EngineStart:
@@ -117,22 +131,70 @@ class EngineStart:
         name."""
         if (settings := self._settings.disk) is None:
             return
-        plan = self._settings.memory_plan(model)
-        settings = replace(
-            settings, max_queued_bytes=plan.write_queue_bytes, max_read_ahead_bytes=plan.read_ahead_bytes
-        )
-        cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
+        open_tier = partial(self._open_tier, settings, self._settings.memory_plan(model))
+        if not settings.is_ephemeral:
+            cache.forget_on_disk = partial(_forget_on_disk, partial(open_tier, cache.hasher))
         if model.cache_support.can_keep and settings.is_ephemeral:
-            use_disk(cache, settings, self._report)
+            self._use_disk(cache, open_tier, is_ram_lent=True)
         elif model.cache_support.can_keep:
             cache.is_unnamed = True
-            self._digest.when_known(partial(self._name, settings))
+            self._digest.when_known(partial(self._name, open_tier))
 
-    def _name(self, settings: DiskSettings, fingerprint: str) -> None:
+    def _name(self, open_tier: OpenTier, fingerprint: str) -> None:
         """Begin to use the disk between two steps: it is known what was loaded. On the thread that found it out."""
         name = kv_fingerprint(fingerprint, self._settings.kv)
         with suppress(NotReady):
-            self._put(lambda scheduler: use_disk(scheduler.cache, settings, self._report, name) if scheduler else None)
+            self._put(lambda scheduler: self._use_disk(scheduler.cache, open_tier, name) if scheduler else None)
+
+    def _use_disk(
+        self, cache: PrefixCache, open_tier: OpenTier, fingerprint: str | None = None, *, is_ram_lent: bool = False
+    ) -> None:
+        """Let a cache write to the disk and find there what a model of this fingerprint has written; without one, what
+        it writes itself. Between two steps of the engine; says what goes wrong."""
+        with costs_the_disk_only(lambda reason: self._report(f"KV is not kept on disk: {reason}")):
+            if fingerprint is not None:
+                cache.rename(fingerprint)
+            cache.has_lost_disk = (tier := open_tier(cache.hasher)) is None
+            if tier is not None:
+                cache.use_disk(tier, is_ram_lent=is_ram_lent)
+
+    def _open_tier(self, settings: DiskSettings, plan: MemoryPlan, hasher: BlockHasher) -> DiskTier | None:
+        """The disk tier of the model that `hasher` names prefixes of; None, with a line for a person, if it cannot
+        be."""
+        limits = DiskLimits(
+            settings.max_bytes,
+            settings.min_free_bytes,
+            settings.ttl_hours * 3600,
+            max_queued_bytes=plan.write_queue_bytes,
+            max_read_ahead_bytes=plan.read_ahead_bytes,
+        )
+        model = folder_name(hasher.fingerprint)
+        try:
+            store = (
+                ScratchStore(settings.folder, model)
+                if settings.is_ephemeral
+                else FolderStore(settings.folder, model, (f"{INDEX_NAME}*", *settings.beside))
+            )
+            return DiskTier(store, BlobTrie(hasher, model), limits, Faults(self._report))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the disk, a server without it serves
+            self._report(f"KV is not kept on disk: {settings.folder} cannot be used ({error}). Set DISK_CACHE_DIR.")
+            return None
+
+
+def _forget_on_disk(open_tier: Callable[[], DiskTier | None], is_forgotten: IsForgotten) -> Removal:
+    """Forget what others than these users do not need of all models that ever wrote here, where the loaded one has no
+    disk tier: its caches cannot be kept, or the folder could not be used at the start. Blocks on the disk."""
+    if (tier := open_tier()) is None:
+        return Removal(0, is_done=False)
+    try:
+        return tier.forget(is_forgotten) + tier.forget_of_others(is_forgotten)
+    finally:
+        tier.close(CLOSE_SECONDS)
+
+
+def folder_name(fingerprint: str) -> str:
+    """Where a model's blobs lie: by what its KV depends on, and their form."""
+    return hashlib.sha256(f"{FORMAT}\n{fingerprint}".encode()).hexdigest()[:FOLDER_NAME_DIGITS]
 
 
 def _draw_two_tokens(scheduler: Scheduler, sampling: SamplingParams) -> None:

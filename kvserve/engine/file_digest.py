@@ -1,12 +1,24 @@
-"""Digests of whole files, in pieces so that several threads can read one file. It knows bytes, not models."""
+"""Digests of whole files, in pieces so that several threads can read one file, and those of files that were read once,
+by what shows a change of each. It knows bytes, not models.
 
+What is remembered is one small file below the cache folder; it holds numbers and digests, no names and no words. It may
+vanish at any time: what is not remembered is read again. A file that does not add up is worth nothing.
+"""
+
+import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+
+from kvserve.cache.disk_store import check_owner
+from kvserve.engine.model_files import MEMORY_FILE, OURS, FileStamp
 
 PIECE_BYTES = 64 * 2**20
 """Part of what a digest means: another length gives other digests."""
@@ -71,3 +83,113 @@ def _drop_pages(descriptor: int, piece: FilePiece) -> None:
     """Linux gives back pages that no process has mapped."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, piece.start, piece.end - piece.start, os.POSIX_FADV_DONTNEED)
+
+
+FORMAT = 1
+UNUSED_SECONDS = 180 * 86_400.0
+"""What no model had for so long is forgotten."""
+
+REFRESH_SECONDS = 86_400.0
+"""That something is used is written down once a day."""
+
+MAX_ENTRIES = 5_000
+DIGEST_BYTES = 32
+_writing = threading.Lock()
+"""Of this process; another one's may take away what was just added, which is then read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    digest: bytes
+    used_at: float
+
+
+class DigestMemory:
+    """Safe for several threads. `report` hears of what went wrong, `note` of what is worth knowing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        report: Callable[[str], None],
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: seconds since the epoch."""
+        self._path = folder / MEMORY_FILE
+        self._report = report
+        self._note = note
+        self._clock = clock
+
+    def find(self, stamps: Iterable[FileStamp]) -> dict[FileStamp, bytes]:
+        """The digests of those of these files that are remembered."""
+        entries = self._read()
+        found = {stamp: entries[stamp].digest for stamp in stamps if stamp in entries}
+        if any(self._clock() - entries[stamp].used_at > REFRESH_SECONDS for stamp in found):
+            self.remember(found)
+        return found
+
+    def remember(self, digests: Mapping[FileStamp, bytes]) -> None:
+        """Write these down, and forget what was not used for long. A disk that does not take it is reported."""
+        now = self._clock()
+        with _writing:
+            if not self._path.exists() and _holds_kept(self._path.parent):
+                self._note(
+                    "A model is known by every byte of its files now: what earlier releases kept in "
+                    f"{self._path.parent} is not used any more, and leaves with age."
+                )
+            entries = self._read() | {stamp: _Entry(digest, now) for stamp, digest in digests.items()}
+            fresh = {stamp: entry for stamp, entry in entries.items() if now - entry.used_at <= UNUSED_SECONDS}
+            newest = sorted(fresh.items(), key=lambda item: item[1].used_at)[-MAX_ENTRIES:]
+            try:
+                self._write(dict(newest))
+            except OSError as error:
+                if self._path.parent.is_dir():  # else KV has no place either, which is said there
+                    self._report(f"What the weights are cannot be noted, the next start reads them again: {error}")
+
+    def _read(self) -> dict[FileStamp, _Entry]:
+        """The entries of the file; none where it cannot be read or believed."""
+        try:
+            check_owner(self._path.parent)
+            held = json.loads(self._path.read_bytes())
+            rows = held["files"]
+            if held["format"] != FORMAT or held["check"] != _check(rows):
+                return {}
+            return {
+                FileStamp(*(int(number) for number in row[:5])): _Entry(_digest_of(row[5]), float(row[6]))
+                for row in rows
+            }
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return {}
+
+    def _write(self, entries: Mapping[FileStamp, _Entry]) -> None:
+        folder = self._path.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(folder)
+        rows = [[*astuple(stamp), entry.digest.hex(), entry.used_at] for stamp, entry in entries.items()]
+        scratch = folder / f"{MEMORY_FILE}.{os.getpid()}.part"
+        try:
+            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump({"format": FORMAT, "check": _check(rows), "files": rows}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise
+
+
+def _holds_kept(folder: Path) -> bool:
+    """Whether there are folders of KV or records."""
+    return folder.is_dir() and any(OURS.fullmatch(path.name) for path in folder.iterdir())
+
+
+def _check(rows: object) -> str:
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _digest_of(text: str) -> bytes:
+    digest = bytes.fromhex(text)
+    if len(digest) != DIGEST_BYTES:
+        raise ValueError("no digest")
+    return digest

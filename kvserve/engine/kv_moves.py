@@ -10,7 +10,7 @@ While a row moves it is there once, and one layer twice. What a prefill could no
 its states, and kept at the end. Quantised KV is not moved. Belongs to the engine thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -19,15 +19,14 @@ from typing import Any
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.move_nodes import Boundary, Requester
 from kvserve.cache.node import Lease, Node
-from kvserve.cache.records import BoundaryKind, Extension
+from kvserve.cache.records import BoundaryKind, Extension, KvPiece
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import owner_of, tokens_of, user_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, owner_of, tokens_of, user_of
 from kvserve.engine.snapshot import CacheLayout, KvSlice, StateSnapshot, merged
 
 RECORD_TOKENS = 2048
@@ -131,11 +130,7 @@ class KvMoves:
         """Live caches from what is kept, of which `nodes` move out of the tree; each layer's kept arrays go before the
         next one is filled. The lease stands on what stays."""
         extracted = self._tree.mover.extract(match, lease, nodes)
-        pieces: list[tuple[KvSlice, int, int]] = [
-            (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
-            for piece in extracted.pieces
-            if piece.payload is not None
-        ]
+        pieces = slices_of(extracted.pieces)
         extracted.pieces.clear()
         state: Any = match.state.payload if match.state is not None else None
         deferred = self._deferred[lease] = _Deferred(match.num_usable_tokens)
@@ -343,6 +338,12 @@ class KvMoves:
             else:
                 disk.writing.note_users(cache_lease.lease)
         cache_lease.row.note_kept(extension.first_new, extension.end)
+
+
+def slices_of(pieces: Iterable[KvPiece]) -> list[tuple[KvSlice, int, int]]:
+    """The KV of a path's pieces: slices, and which rows of them."""
+    payloads: Any = ((each.payload, each.first_row, each.end_row) for each in pieces)
+    return [each for each in payloads if each[0] is not None]
 
 
 def _rows_of(kv: KvSlice, begin: int, first: int, last: int) -> KvSlice:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvserve.engine.borders import finding
-from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Turbo, Uniform
 from kvserve.errors import ModelLoadError
 

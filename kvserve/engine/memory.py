@@ -1,4 +1,4 @@
-"""The one account of memory that grows with work: what each part holds now, and what it may hold.
+"""The memory that grows with work: how it is shared out, and the one account of what each part holds and may hold.
 
     live              KV of running rows, with padding and the places that their caches hold ahead
     copies            what is there twice while rows enter, leave or grow: a layer at a time
@@ -7,18 +7,108 @@
     read_ahead        what came from the disk and is not in the tree yet
     records, image_features, buffers
 
+A share is one of what the weights leave, up to a cap; what an operator sets is taken as it is. The rest is headroom:
+for what a chunk of prefill computes with, and for everybody else on the machine.
+
 Admission, eviction, the queue of writes and reading ahead have their bounds from the plan here; `/health`, metrics and
-`/v1/cache` tell what is here. The engine thread says the first two, the others are read
-where they are. Any thread may ask. No arrays.
+`/v1/cache` tell what is here. The engine thread says the first two, the others are read where they are. Any thread may
+ask. No arrays.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, plan_memory
+import mlx.core as mx
+
+MIN_REST_BYTES = 2**29
+"""So much is shared out where weights leave less, or nothing: a model that large has been asked for all the same."""
+
+KV_SHARE = 5 / 8
+"""KV of running rows, of rows that may come back, and copies on their way from one to the other. A row that takes half
+of it can be kept beside itself."""
+
+WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP = 1 / 16, 2**30
+READ_AHEAD_SHARE, READ_AHEAD_CAP = 1 / 32, 2**29
+RECORDS_SHARE, RECORDS_CAP = 1 / 32, 2**29
+IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP = 1 / 32, 2**29
+BUFFERS_SHARE, BUFFERS_CAP = 1 / 16, 2**31
+"""Freed buffers that MLX holds for the next step: a chunk of prefill needs the same sizes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedMemory:
+    """What the operator decides; None leaves it to the machine."""
+
+    kv_bytes: int | None = None
+    batch_bytes: int | None = None
+    records_bytes: int | None = None
+    image_feature_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that each account may hold. `kv_bytes` is for what is kept, running rows counted first; `batch_bytes` for
+    the rows that run, at their peak."""
+
+    kv_bytes: int
+    batch_bytes: int
+    write_queue_bytes: int
+    read_ahead_bytes: int
+    records_bytes: int
+    image_feature_bytes: int
+    buffer_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """The most that all KV in memory takes: of running rows, kept, and on its way."""
+        return max(self.kv_bytes, self.batch_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """All accounts together."""
+        beside = self.write_queue_bytes + self.read_ahead_bytes + self.records_bytes + self.image_feature_bytes
+        return self.pool_bytes + beside + self.buffer_bytes
+
+
+def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = WantedMemory()) -> MemoryPlan:
+    """The budgets of a model with so many bytes of weights where MLX may use `memory_bytes`."""
+    rest = max(MIN_REST_BYTES, memory_bytes - weight_bytes)
+    kv_bytes = int(rest * KV_SHARE)
+    return MemoryPlan(
+        kv_bytes=wanted.kv_bytes or kv_bytes,
+        batch_bytes=wanted.batch_bytes or kv_bytes,
+        write_queue_bytes=_share(rest, WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP),
+        read_ahead_bytes=_share(rest, READ_AHEAD_SHARE, READ_AHEAD_CAP),
+        records_bytes=wanted.records_bytes or _share(rest, RECORDS_SHARE, RECORDS_CAP),
+        image_feature_bytes=wanted.image_feature_bytes or _share(rest, IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP),
+        buffer_bytes=_share(rest, BUFFERS_SHARE, BUFFERS_CAP),
+    )
+
+
+def overdrawn(memory_bytes: int, weight_bytes: int, plan: MemoryPlan) -> tuple[str, ...]:
+    """What a person should know where weights and budgets together are more than MLX may use."""
+    needed = weight_bytes + plan.total_bytes
+    if needed <= memory_bytes:
+        return ()
+    return (
+        f"Weights ({weight_bytes / 2**30:.1f} GiB) and all budgets may take {needed / 2**30:.1f} GiB of "
+        f"{memory_bytes / 2**30:.1f} GiB: lower PROMPT_CACHE_MAX_BYTES or MAX_BATCH_BYTES, or take a smaller model.",
+    )
+
+
+def _share(rest: int, share: float, cap: int) -> int:
+    return min(cap, int(rest * share))
+
+
+def memory_bytes() -> int:
+    """Memory that MLX may use: the GPU's recommended working set or, on a CPU, the machine's memory."""
+    working_set = mx.device_info().get("max_recommended_working_set_size")
+    return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
 
 Account = Literal["live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"]
 
@@ -166,24 +256,19 @@ class MemoryLedger:
     def pressures(self) -> tuple[Pressure, ...]:
         """The bounds that are met now."""
         now = self._clock()
-        self._look_at_watched(now)
+        costs = {bound: cost() for bound, cost in self._watched.items()}
         with self._lock:
+            for watched, cost in costs.items():
+                if cost is None:
+                    self._pressed.pop(watched, None)
+                else:
+                    pressed = self._pressed.setdefault(watched, _Pressed(cost, now, now))
+                    pressed.cost, pressed.last_at = cost, now
             return tuple(
                 Pressure(bound, each.cost, round(now - each.since, 1), each.num_times)
                 for bound, each in self._pressed.items()
                 if now - each.last_at < QUIET_SECONDS
             )
-
-    def _look_at_watched(self, now: float) -> None:
-        costs = {bound: cost() for bound, cost in self._watched.items()}
-        with self._lock:
-            for bound, cost in costs.items():
-                if cost is None:
-                    self._pressed.pop(bound, None)
-                elif (pressed := self._pressed.get(bound)) is None:
-                    self._pressed[bound] = _Pressed(cost, now, now)
-                else:
-                    pressed.cost, pressed.last_at = cost, now
 
 
 _BOUNDS: Mapping[Bound, str] = {

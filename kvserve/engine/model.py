@@ -12,20 +12,75 @@ import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.kv_size import KvSize
+from kvserve.engine.kv_buffers import arrays_in, flat_caches
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
-from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, knows_family, load_vision
-from kvserve.engine.vision_pass import place
-from kvserve.engine.vision_row import RowImages
+from kvserve.engine.vision_load import (
+    ImageRule,
+    VisionModel,
+    VisionSupport,
+    is_vision,
+    knows_family,
+    load_vision,
+    weight_bytes,
+)
+from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
 from kvserve.settings.model_config import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class KvSize:
+    """Sizes of one row: `fixed` for windows and states, `per_token` in full precision, `per_packed_token` quantised.
+    `slot_tokens` are places that its caches hold ahead, `copy_share` is the part of a batch that is there twice while a
+    row joins, leaves or outgrows its places.
+
+    A live row of more than `packed_from` tokens is quantised as a whole; None: never. What is kept of it for others is
+    in full precision up to there.
+    """
+
+    fixed: int
+    per_token: float
+    per_packed_token: float = 0.0
+    packed_from: int | None = None
+    slot_tokens: int = 0
+    copy_share: float = 0.0
+
+    def token_bytes(self, num_tokens: int) -> float:
+        """Bytes of each token of a live row that holds so many."""
+        return self.per_packed_token if self._is_packed(num_tokens) else self.per_token
+
+    def live(self, num_tokens: int) -> float:
+        """Bytes of a live row with the places that it holds ahead, without padding."""
+        return self.fixed + (num_tokens + self.slot_tokens) * self.token_bytes(num_tokens)
+
+    def held(self, num_tokens: int) -> float:
+        """Bytes of a row that has left its batch: no place is held ahead."""
+        return self.fixed + num_tokens * self.token_bytes(num_tokens)
+
+    def copied(self, num_bytes: float) -> float:
+        """What of a batch of so many bytes is there twice at the most."""
+        return self.copy_share * num_bytes
+
+    def peak(self, num_tokens: int) -> float:
+        """The most that a live row holds until it has so many tokens: while it is converted it is there twice."""
+        if self.packed_from is None or not self._is_packed(num_tokens):
+            return self.live(num_tokens)
+        converting = (self.packed_from + self.slot_tokens) * self.per_token + self.packed_from * self.per_packed_token
+        return self.fixed + max(converting, (num_tokens + self.slot_tokens) * self.per_packed_token)
+
+    def kept(self, start: int, end: int) -> float:
+        """Bytes that the tokens `[start, end)` take in the prefix cache, with a state at their end."""
+        border = end if self.packed_from is None else min(max(start, self.packed_from), end)
+        return self.fixed + (border - start) * self.per_token + (end - border) * self.per_packed_token
+
+    def _is_packed(self, num_tokens: int) -> bool:
+        return self.packed_from is not None and num_tokens > self.packed_from
+
 
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 _PROBE_TOKENS = 16
@@ -107,11 +162,6 @@ class LoadedModel:
         decoder: Any = self.module
         return RowImages.of(request, has_positions=decoder.has_positions)
 
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes of a token's KV in full precision."""
-        return self.sizes.per_token
-
 
 def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
     """The snapshot of a hub name, downloaded when absent. Raises ModelLoadError when there is no such name, or the hub
@@ -185,8 +235,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         config=config,
         vocab_size=vocab_size,
         context_limit=context_limit,
-        weight_bytes=sum(array.nbytes for array in _arrays(module.parameters()))
-        + (loaded.vision.num_bytes if loaded.vision is not None else 0),
+        weight_bytes=weight_bytes(module) + (loaded.vision.num_bytes if loaded.vision is not None else 0),
         active_weight_bytes=_active_weight_bytes(module, config),
         sizes=sizes,
         quantiser=support.quantiser if support else None,
@@ -259,11 +308,7 @@ def _bytes_per_token(cache: Any) -> float:
 
     An unknown class may hold other things too: what has no slots, such as an offset, does not grow with the tokens.
     """
-    return sum(array.nbytes / array.shape[-2] for array in _arrays(cache.state) if array.ndim > 2 and array.size)
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
+    return sum(array.nbytes / array.shape[-2] for array in arrays_in(cache.state) if array.ndim > 2 and array.size)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -283,7 +328,7 @@ def _active_weight_bytes(module: Module, config: Mapping[str, Any]) -> int:
     per_token = next((text[k] for k in ("num_experts_per_tok", "num_experts_per_token") if text.get(k)), None)
     share = per_token / num_experts if num_experts and per_token else 1.0
     num_bytes = 0.0
-    for array in _arrays(module.parameters()):  # type: ignore[no-untyped-call]
+    for array in arrays_in(module.parameters()):  # type: ignore[no-untyped-call]
         is_expert_stack = array.ndim == 3 and array.shape[0] == num_experts
         num_bytes += array.nbytes * (share if is_expert_stack else 1.0)
     return int(num_bytes)

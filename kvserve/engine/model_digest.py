@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.file_digest import FilePiece, file_digest, hash_piece, pieces
+from kvserve.engine.file_digest import DigestMemory, FilePiece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
-from kvserve.engine.loaded_files import FileStamps, differing, file_stamps, stamp_of
+from kvserve.engine.model_files import FileStamps, differing, file_stamps, stamp_of
 
 AT_ONCE_BYTES = 32 * 2**20
 """So little is read on the spot: a loader reads it in the next moment anyway."""
@@ -76,8 +75,7 @@ class ModelDigest:
         self._fingerprint: str | None = None
         self._is_confirmed = False
         self._why_unknown = ""
-        self._acts: list[Callable[[str], None]] = []
-        self._acts_unknown: list[Callable[[], None]] = []
+        self._waiting: list[tuple[Callable[[str], None], Callable[[], None]]] = []
         self._num_read_bytes = self._num_bytes = 0
         self._num_told_quarters = 0
         self._is_loaded = threading.Event()
@@ -158,8 +156,7 @@ class ModelDigest:
         """Call `act` with the fingerprint of what was loaded once it is known, `otherwise` where it never will be: at
         once if that is so already, else on the thread that finds out."""
         with self._lock:
-            self._acts.append(act)
-            self._acts_unknown.append(otherwise)
+            self._waiting.append((act, otherwise))
         self._tell_if_known()
 
     def _tell_if_known(self) -> None:
@@ -167,13 +164,11 @@ class ModelDigest:
             fingerprint, is_lost = self._fingerprint, bool(self._why_unknown)
             if self._stopping.is_set() or not (is_lost or (fingerprint is not None and self._is_confirmed)):
                 return
-            acts, self._acts = self._acts, []
-            others, self._acts_unknown = self._acts_unknown, []
-        if is_lost:
-            for other in others:
-                other()
-        elif fingerprint is not None:
-            for act in acts:
+            waiting, self._waiting = self._waiting, []
+        for act, otherwise in waiting:
+            if is_lost or fingerprint is None:
+                otherwise()
+            else:
                 act(fingerprint)
 
     def _give_up(self, reason: str) -> None:

@@ -1,11 +1,27 @@
-"""What lies on disk of a model: its folder in the hub's cache, and whether its weights are whole.
+"""What lies on disk of a model: its folder in the hub's cache, whether its weights are whole, which files a model's
+loaders may read, and what of each shows that it has changed. It reads headers and configurations only, loads nothing
+and fetches nothing.
 
-It reads headers only, loads nothing and fetches nothing.
+Read by mlx-lm 0.32, mlx-vlm 0.7 and transformers 5: `*.safetensors` and their index, which may name subfolders,
+`config.json` and what it names (`model_file` with code of the model's own, manifests), `generation_config.json`,
+`hf_quant_config.json`, configurations of processors and adapters, tokenizers in all their forms (`*.json`, `*.model`,
+`*.txt`, `*.tiktoken`), templates, also in `additional_chat_templates`, adapters and offloaded experts in subfolders. As
+such lists grow with each release, the rule is the other way round. Every file of the folder counts but
+
+- what is hidden, documentation, logs and databases, and what kvserve itself keeps (see `_is_read`);
+- in subfolders: weights in forms that no loader for MLX opens (`FOREIGN_SUFFIXES`), such as a trainer's.
+
+Files that `config.json` names count wherever they are, and so do those that a JSON file names which it names. Links are
+followed. What is left out can change no answer; a file too many costs one reading.
 """
 
 import json
+import os
 import re
+import stat
 import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -86,3 +102,131 @@ def _expected_bytes(file: Path) -> int | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
         return None
     return 8 + int(length) + max(ends, default=0)
+
+
+FOREIGN_SUFFIXES = frozenset(
+    {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pickle", ".pkl", ".pt", ".pth"}
+)
+DOCUMENT_SUFFIXES = frozenset(
+    {".gif", ".jpeg", ".jpg", ".lock", ".log", ".md", ".mp4", ".pdf", ".png", ".pyc", ".rst", ".svg", ".webp"}
+)
+_DOCUMENT = re.compile(r"(license|licence|notice|readme|copying|use_policy)[^.]*(\.txt)?", re.IGNORECASE)
+_DATABASE = re.compile(r".*\.sqlite3?(-wal|-shm|-journal)?")
+
+MEMORY_FILE = "weights-seen.json"
+"""What kvserve remembers of models; a cache folder may be a model's folder."""
+
+OURS = re.compile(r"(records-)?[0-9a-f]{32}")
+"""Folders of KV and of records."""
+
+MAX_NAMING_BYTES = 2**20
+"""A JSON file that is larger names no files; it is a vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """Which file it is and when it was changed last. The time of its last change of any kind (`ctime_ns`) cannot be
+    set by a program, so a change shows even where the time of the contents was set back."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> "FileStamp":
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+type FileStamps = Mapping[Path, FileStamp]
+"""The files of a model by their way from its folder (a way from `/` where they lie outside)."""
+
+
+def file_stamps(folder: Path) -> FileStamps:
+    """The files that loaders may read, as they are now. What cannot be looked at is not there for a loader either."""
+    found: dict[Path, FileStamp] = {}
+    for path in _below(folder, set()):
+        _add(found, folder, path)
+    for path in _named(folder):
+        _add(found, folder, path)
+    return dict(sorted(found.items()))
+
+
+def differing(one: FileStamps, other: FileStamps) -> Path | None:
+    """A file that is not the same in both; None where all are."""
+    return next((path for path in sorted({*one, *other}) if one.get(path) != other.get(path)), None)
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """The stamp of a file, None where there is none."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # a link that leads nowhere, a name that can be no file's
+        return None
+    return FileStamp.of(status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _add(found: dict[Path, FileStamp], folder: Path, path: Path) -> None:
+    if (stamp := stamp_of(path)) is not None:
+        found[path.relative_to(folder) if path.is_relative_to(folder) else path] = stamp
+
+
+def _below(folder: Path, seen: set[tuple[int, int]], *, is_top: bool = True) -> Iterator[Path]:
+    """The files of a folder and of those in it; each folder once, for links may lead in a circle."""
+    try:
+        status = folder.stat()
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    if (status.st_dev, status.st_ino) in seen:
+        return
+    seen.add((status.st_dev, status.st_ino))
+    for entry in entries:
+        path = folder / entry.name
+        if os.path.isdir(path):
+            if not (entry.name.startswith((".", "__pycache__")) or OURS.fullmatch(entry.name)):
+                yield from _below(path, seen, is_top=False)
+        elif _is_read(path, is_top=is_top):
+            yield path
+
+
+def _is_read(path: Path, *, is_top: bool) -> bool:
+    name, suffix = path.name, path.suffix.lower()
+    if name.startswith((".", MEMORY_FILE)) or _DATABASE.fullmatch(name) or _DOCUMENT.fullmatch(name):
+        return False
+    return suffix not in DOCUMENT_SUFFIXES and (is_top or suffix not in FOREIGN_SUFFIXES)
+
+
+def _named(folder: Path) -> Iterator[Path]:
+    """The files that `config.json` names, and those that these name."""
+    seen: set[Path] = set()
+    todo = [folder / "config.json"]
+    while todo:
+        naming = todo.pop()
+        for text in _texts(_json(naming)):
+            for path in (folder / text, naming.parent / text):
+                if path not in seen and stamp_of(path) is not None:
+                    seen.add(path)
+                    todo += [path] if path.suffix == ".json" else []
+                    yield path
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes()) if path.stat().st_size <= MAX_NAMING_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a JSON value that is not a name of a field."""
+    todo = [value]
+    while todo:
+        match todo.pop():
+            case str(text) if text:
+                yield text
+            case list(values):
+                todo += values
+            case dict(fields):
+                todo += fields.values()

@@ -14,14 +14,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from kvserve.engine.cache_records import CacheLease
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.kv_buffers import settle, with_room
+from kvserve.engine.kv_buffers import flat_caches, settle, with_room
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.quantised import PackedCache
-from kvserve.engine.row_outline import expected_tokens
-from kvserve.engine.rows import Row
-from kvserve.engine.vision_pass import see
-from kvserve.engine.vision_row import RowImages
+from kvserve.engine.rows import Row, expected_tokens
+from kvserve.engine.vision_pass import RowImages, see
 
 FIRST_CHUNK_TOKENS = 256
 """Before anything was measured: small enough for a large model, large enough to measure."""

@@ -31,13 +31,15 @@ from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheLease, CacheReport, CacheSettings, ForgottenKv, Totals
 from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
-from kvserve.engine.kv_moves import KvMoves
+from kvserve.engine.kv_moves import KvMoves, slices_of
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
-from kvserve.engine.rows import Row
-from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
+from kvserve.engine.rows import Row, expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
+from kvserve.engine.snapshot import CacheLayout, merged
+
+DISK_WAIT_SECONDS = 0.02
+"""How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
 
 TRIM_MISS_TOLERANCE_TOKENS = 64
 """A retreat of this many tokens or fewer is not counted as a missed checkpoint."""
@@ -80,7 +82,7 @@ class PrefixCache:
         memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
         memory.watch("write_queue", lambda: BEHIND if (disk := self._disk) and disk.tier.is_behind else None)
         self._num_hybrid_trim_misses = 0
-        self._totals = Totals()
+        self.totals = Totals()
         self.warmed = WarmedTokens(lambda tokens, partition: self.kept_tokens(tokens, [partition])[1])
 
     # --- a row's life -------------------------------------------------------------------------------------------------
@@ -127,9 +129,9 @@ class PrefixCache:
         if moving := self.kv_moves.nodes(row, match, lease):
             caches = self.kv_moves.restore(row, match, lease, moving, num_next)
         else:
-            pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
-            state = match.state.payload if match.state is not None else None
-            caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
+            pieces = slices_of(match.pieces)
+            state: Any = match.state.payload if match.state is not None else None
+            caches = self._layout.restore(pieces, state, num_next)
         stops = plan_stops(
             outline(tokens, row.request.message_starts, needs_checkpoints=self.needs_checkpoints),
             num_usable_tokens=match.num_usable_tokens,
@@ -168,10 +170,10 @@ class PrefixCache:
         """After so many tokens of an answer the row is kept while it continues; None: only at its end."""
         return self._disk.answer_stride_tokens if self._disk is not None else None
 
-    def await_disk(self, seconds: float) -> None:
+    def await_disk(self) -> None:
         """Wait a moment for the disk, where nothing else is to be done."""
         if self._disk is not None:
-            self._disk.tier.wait(seconds)
+            self._disk.tier.wait(DISK_WAIT_SECONDS)
 
     def let_go(self, pinned: PinnedPrefix) -> None:
         """Let go of a pinned prefix."""
@@ -225,14 +227,6 @@ class PrefixCache:
         self._tree.release(cache_lease.lease)
         if cache_lease.row.is_forgotten:
             self._tree.forget_names()
-
-    def count(self, *, num_prompt_tokens: int = 0, num_cached_tokens: int = 0, num_prefill_tokens: int = 0) -> None:
-        """Add to the totals."""
-        self._totals = Totals(
-            self._totals.num_prompt_tokens + num_prompt_tokens,
-            self._totals.num_cached_tokens + num_cached_tokens,
-            self._totals.num_prefill_tokens + num_prefill_tokens,
-        )
 
     def _note_reuse(self, row: Row, match: PrefixMatch) -> None:
         """Note on the row what it starts from, and count where a checkpoint was missing."""
@@ -310,11 +304,7 @@ class PrefixCache:
         run = self._tree.plan_coalesce()
         if run is None or not self.kv_room.memory.has_room_for_kv(sum(p.segment.num_bytes for p in run.pieces)):
             return False
-        pieces: list[tuple[KvSlice, int, int]] = [
-            (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
-            for piece in run.pieces
-        ]
-        self._tree.replace(run, merged(pieces))
+        self._tree.replace(run, merged(slices_of(run.pieces)))
         return True
 
     def clear(self) -> None:
@@ -368,7 +358,7 @@ class PrefixCache:
         """Forget all that is kept and counted."""
         self.clear()
         self.warmed.forget()
-        self._totals = Totals()
+        self.totals = Totals()
         self._num_hybrid_trim_misses = 0
 
     def held_bytes(self) -> tuple[int, int]:
@@ -379,4 +369,4 @@ class PrefixCache:
     def report(self) -> CacheReport:
         disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses
         stats = replace(self._tree.stats(), live_bytes=self.kv_room.memory.held("live"))
-        return CacheReport(stats, self._totals, misses, self._max_bytes, disk, None, self.has_lost_disk)
+        return CacheReport(stats, replace(self.totals), misses, self._max_bytes, disk, None, self.has_lost_disk)

@@ -7,17 +7,13 @@ filter, extract); its attention reads packed arrays where a cache has `bits`, an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
-from kvserve.engine.flat_caches import flat_caches
-from kvserve.engine.kv_buffers import gathered, num_slots, settle, stacked, with_room
-
-type Packed = tuple[mx.array, ...]
-"""Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values."""
+from kvserve.engine.kv_buffers import KvArrays, RightAligned, flat_caches, num_slots, settle, with_room
 
 TOKEN_AXIS = -2
 
@@ -51,10 +47,10 @@ class Scheme(Protocol):
     def is_read_packed(self) -> bool:
         """Whether attention multiplies the packed arrays themselves."""
 
-    def pack(self, keys: mx.array, values: mx.array) -> Packed:
+    def pack(self, keys: mx.array, values: mx.array) -> KvArrays:
         """Pack (rows, heads, tokens, width); each token for itself."""
 
-    def fetch(self, rows: Packed, like_keys: mx.array, like_values: mx.array) -> tuple[Any, Any]:
+    def fetch(self, rows: KvArrays, like_keys: mx.array, like_values: mx.array) -> tuple[Any, Any]:
         """What attention gets for packed rows; the last keys and values tell widths and type."""
 
 
@@ -69,11 +65,11 @@ class Uniform:
     def is_read_packed(self) -> bool:
         return True
 
-    def pack(self, keys: mx.array, values: mx.array) -> Packed:
+    def pack(self, keys: mx.array, values: mx.array) -> KvArrays:
         quantised = (mx.quantize(each, group_size=self.group_size, bits=self.bits) for each in (keys, values))
         return tuple(array for arrays in quantised for array in arrays)
 
-    def fetch(self, rows: Packed, like_keys: mx.array, like_values: mx.array) -> tuple[Packed, Packed]:
+    def fetch(self, rows: KvArrays, like_keys: mx.array, like_values: mx.array) -> tuple[KvArrays, KvArrays]:
         return rows[:3], rows[3:]
 
 
@@ -94,13 +90,13 @@ class Turbo:
     def is_read_packed(self) -> bool:
         return False
 
-    def pack(self, keys: mx.array, values: mx.array) -> Packed:
+    def pack(self, keys: mx.array, values: mx.array) -> KvArrays:
         """Lengths (..., 1) in float16 and packed directions in uint32, of keys, then of values."""
         codecs = self._codecs_for(keys, values)
         states = (codecs.key_codec.quantize(keys), codecs.value_codec.quantize(values))
         return tuple(array for norms, indices in states for array in (norms[..., None], indices))
 
-    def fetch(self, rows: Packed, like_keys: mx.array, like_values: mx.array) -> tuple[mx.array, mx.array]:
+    def fetch(self, rows: KvArrays, like_keys: mx.array, like_values: mx.array) -> tuple[mx.array, mx.array]:
         from mlx_vlm.turboquant import TurboQuantMSEState  # here: it takes seconds, and few need it
 
         states = [TurboQuantMSEState(rows[first][..., 0], rows[first + 1]) for first in (0, 2)]
@@ -166,7 +162,7 @@ class Quantiser:
 class PackedCache:
     """Packed keys and values of one row. `rows` may have slots behind the `offset` tokens that it holds."""
 
-    def __init__(self, scheme: Scheme, rows: Packed = (), offset: int = 0) -> None:
+    def __init__(self, scheme: Scheme, rows: KvArrays = (), offset: int = 0) -> None:
         self.scheme = scheme
         self.rows = rows
         self.offset = offset
@@ -176,7 +172,7 @@ class PackedCache:
         """Add tokens (1, heads, tokens, width); what attention reads of all tokens."""
         self.rows = _written(self.rows, self.scheme.pack(keys, values), self.offset)
         self.offset += keys.shape[TOKEN_AXIS]
-        return self.scheme.fetch(_cut(self.rows, 0, self.offset), keys, values)
+        return self.scheme.fetch(_cut(self.rows, self.offset), keys, values)
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for so many tokens, where there are some already."""
@@ -187,7 +183,7 @@ class PackedCache:
         return create_attention_mask(*args, offset=self.offset, **kwargs)  # type: ignore[misc]
 
     @property
-    def state(self) -> tuple[Packed, int]:
+    def state(self) -> tuple[KvArrays, int]:
         return self.rows, self.offset
 
     @property
@@ -212,89 +208,33 @@ class PackedCache:
     @classmethod
     def merge(cls, caches: "Sequence[PackedCache]") -> "BatchPackedCache":
         """One batch of rows, the shorter ones padded on the left. A single one is handed over, and is empty then."""
-        longest = max(cache.offset for cache in caches)
-        batch = BatchPackedCache(caches[0].scheme, [longest - cache.offset for cache in caches])
-        batch.move_to(longest)
-        if len(caches) == 1:
-            [row] = caches
-            batch.rows, row.rows, row.offset = row.rows, (), 0
-        else:
-            batch.rows = _stacked([(cache.rows, 1, cache.offset) for cache in caches])
-        return batch
+        return BatchPackedCache(caches[0].scheme).take_in(caches)
 
 
-class BatchPackedCache:
-    """Packed keys and values of a batch of rows, right-aligned; after mlx-lm's `BatchKVCache`.
+class BatchPackedCache(RightAligned):
+    """Packed keys and values of a batch of rows; after mlx-lm's `BatchKVCache`."""
 
-    `offset` (rows,) is the number of tokens of each row, `left_padding` (rows,) what is missing to the longest.
-    """
-
-    def __init__(self, scheme: Scheme, left_padding: Sequence[int]) -> None:
+    def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self.rows: Packed = ()
-        self.left_padding = mx.array(list(left_padding))
-        self.offset = -self.left_padding
-        self._end = 0
         _mark(self, scheme)
-
-    def move_to(self, end: int) -> None:
-        """Say that every row ends at slot `end`."""
-        self.offset = self.offset + (end - self._end)
-        self._end = end
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens (rows, heads, tokens, width); what attention reads of all slots, padding included."""
-        self.rows = _written(self.rows, self.scheme.pack(keys, values), self._end)
-        self.move_to(self._end + keys.shape[TOKEN_AXIS])
-        return self.scheme.fetch(_cut(self.rows, 0, self._end), keys, values)
+        self.rows = _written(self.rows, self.scheme.pack(keys, values), self._idx)
+        self.offset = self.offset + keys.shape[TOKEN_AXIS]
+        self._idx += keys.shape[TOKEN_AXIS]
+        return self.scheme.fetch(_cut(self.rows, self._idx), keys, values)
 
     def make_mask(self, num_tokens: int, return_array: bool = False, **kwargs: Any) -> Any:
-        return create_causal_mask(num_tokens, offset=self._end, left_padding=self.left_padding, **kwargs)
-
-    def filter(self, keep: Any) -> None:
-        """Keep these rows, and no slot that only padding needs. Where all stay nothing moves."""
-        chosen = mx.array(keep)
-        num_spare = int(mx.min(self.left_padding[chosen]).item())  # type: ignore[arg-type]
-        if num_spare == 0 and list(keep) == list(range(self.num_rows)):
-            return
-        self.rows = _mapped(self.rows, lambda array: gathered(array, chosen, num_spare, self._end))
-        self.left_padding = self.left_padding[chosen] - num_spare
-        self.offset = self.offset[chosen]
-        self._end -= num_spare
-
-    def extend(self, other: Self) -> None:
-        """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
-        longest = max(self._end, other._end)
-        self.rows = _stacked([(each.rows, each.num_rows, each._end) for each in (self, other)])
-        other.rows = ()
-        settle(*self.rows)
-        self.left_padding = mx.concatenate([each.left_padding + (longest - each._end) for each in (self, other)])
-        self.offset = mx.concatenate([self.offset, other.offset])
-        self._end = longest
+        return create_causal_mask(num_tokens, offset=self._idx, left_padding=self.left_padding, **kwargs)
 
     def extract(self, index: int) -> PackedCache:
-        """One row, not copied: a view without room, which shows what the row holds now whatever is written later."""
-        start = int(self.left_padding[index].item())  # type: ignore[arg-type]
-        rows = _mapped(self.rows, lambda array: array[index : index + 1, :, start : self._end])
-        return PackedCache(self.scheme, rows, self._end - start)
+        """One row as a cache of its own: see `row`."""
+        return PackedCache(self.scheme, *self.row(index))
 
     @property
-    def num_rows(self) -> int:
-        return self.left_padding.size
-
-    @property
-    def state(self) -> tuple[Packed, mx.array, mx.array, int]:
-        return self.rows, self.offset, self.left_padding, self._end
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.rows)
-
-    def size(self) -> int:
-        return self._end
-
-    def empty(self) -> bool:
-        return not self.rows
+    def state(self) -> tuple[KvArrays, mx.array, mx.array, int]:
+        return self.rows, self.offset, self.left_padding, self._idx
 
 
 def _mark(cache: Any, scheme: Scheme) -> None:
@@ -303,25 +243,15 @@ def _mark(cache: Any, scheme: Scheme) -> None:
         cache.bits, cache.group_size = scheme.bits, scheme.group_size
 
 
-def _mapped(rows: Packed, change: Callable[[mx.array], mx.array]) -> Packed:
+def _mapped(rows: KvArrays, change: Callable[[mx.array], mx.array]) -> KvArrays:
     return tuple(change(array) for array in rows)
 
 
-def _cut(rows: Packed, start: int, end: int) -> Packed:
-    return _mapped(rows, lambda array: array[..., start:end, :])
+def _cut(rows: KvArrays, end: int) -> KvArrays:
+    return _mapped(rows, lambda array: array[..., :end, :])
 
 
-def _stacked(parts: Sequence[tuple[Packed, int, int]]) -> Packed:
-    """Parts (arrays, how many rows, how many slots of them are used) below one another, each copied once."""
-    longest, num_rows = max(num_used for _, _, num_used in parts), [count for _, count, _ in parts]
-    num_arrays = max(len(rows) for rows, _, _ in parts)
-    return tuple(
-        stacked([(rows[index] if rows else None, num_used) for rows, _, num_used in parts], num_rows, longest)
-        for index in range(num_arrays)
-    )
-
-
-def _written(held: Packed, new: Packed, start: int) -> Packed:
+def _written(held: KvArrays, new: KvArrays, start: int) -> KvArrays:
     """`held` with `new` at slot `start`, larger where that does not fit. The arrays of `held` are changed."""
     num_new = new[0].shape[TOKEN_AXIS]
     if not held or start + num_new > held[0].shape[TOKEN_AXIS]:

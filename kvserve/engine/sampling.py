@@ -6,7 +6,6 @@ the place of each token in the answer: a row that enters again, whatever for, go
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 
@@ -33,16 +32,6 @@ GREEDY_BELOW_TEMPERATURE = 1e-4
 """Below it 1 / temperature leaves float range, and the draw is the likeliest token anyway."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Truncation:
-    """The parameters that choose among the likeliest tokens, with the ones that do nothing removed."""
-
-    temperature: float
-    top_p: float
-    min_p: float
-    top_k: int
-
-
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise BadRequest for what would make a sampler raise inside a batch that other rows share."""
     for token, _ in params.logit_bias:
@@ -58,35 +47,31 @@ def sampler_for(params: SamplingParams, vocab_size: int, num_drawn: int = 0) -> 
     (rows,), uint32."""
     if params.temperature < GREEDY_BELOW_TEMPERATURE or params.top_p == 0:  # to mlx-lm a top_p of 0 is off
         return greedy_sampler
-    truncation = _Truncation(
-        params.temperature,
-        params.top_p if params.top_p < 1 else 0.0,
-        params.min_p,
-        params.top_k if params.top_k < vocab_size else 0,
-    )
-    return _shared_sampler(truncation) if params.seed is None else _seeded_sampler(truncation, params.seed, num_drawn)
+    top_p = params.top_p if params.top_p < 1 else 0.0  # what does nothing is off
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    if params.seed is None:
+        return _shared_sampler(params.temperature, top_p, params.min_p, top_k)
+    return _seeded_sampler(params.seed, num_drawn, params.temperature, top_p, params.min_p, top_k)
 
 
 @lru_cache(maxsize=256)
-def _shared_sampler(truncation: _Truncation) -> Sampler:
-    return make_sampler(
-        temp=truncation.temperature, top_p=truncation.top_p, min_p=truncation.min_p, top_k=truncation.top_k
-    )
+def _shared_sampler(temperature: float, top_p: float, min_p: float, top_k: int) -> Sampler:
+    return make_sampler(temp=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
 
 
-def _seeded_sampler(truncation: _Truncation, seed: int, num_drawn: int) -> Sampler:
+def _seeded_sampler(seed: int, num_drawn: int, temperature: float, top_p: float, min_p: float, top_k: int) -> Sampler:
     base = mx.random.split(mx.random.key(seed % 2**64))[0]  # else seed 1 at place 2 were seed 2 at place 1
     places = count(num_drawn)
 
     def sample(logprobs: mx.array) -> mx.array:
         draw = base ^ mx.random.key(next(places))
-        if truncation.top_p:
-            logprobs = apply_top_p(logprobs, truncation.top_p)
-        if truncation.min_p:
-            logprobs = apply_min_p(logprobs, truncation.min_p)
-        if truncation.top_k:
-            logprobs = apply_top_k(logprobs, truncation.top_k)
-        return mx.random.categorical(logprobs * (1 / truncation.temperature), key=draw)
+        if top_p:
+            logprobs = apply_top_p(logprobs, top_p)
+        if min_p:
+            logprobs = apply_min_p(logprobs, min_p)
+        if top_k:
+            logprobs = apply_top_k(logprobs, top_k)
+        return mx.random.categorical(logprobs * (1 / temperature), key=draw)
 
     return sample
 

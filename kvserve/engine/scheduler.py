@@ -13,27 +13,22 @@ from dataclasses import replace
 from functools import partial
 
 from kvserve.engine.admission import Admission, Budget
-from kvserve.engine.borders import row_fails_alone
+from kvserve.engine.borders import ShortMemory, row_fails_alone
 from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow
+from kvserve.engine.decode_group import DecodeResult, ExtractedRow
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import ShortMemory
-from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
+from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import expected_tokens
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.turn_order import TurnOrder
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure, NoProgress
-
-DISK_WAIT_SECONDS = 0.02
-"""How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
 
 
 class Scheduler:
@@ -137,7 +132,7 @@ class Scheduler:
                 self._settle(self._pool.step_all() if is_for_all else self._pool.step())
                 self._turn_order.stepped(time.perf_counter() - started)
             case Pause() if self._waiting_for_prefix:
-                self.cache.await_disk(DISK_WAIT_SECONDS)
+                self.cache.await_disk()
 
     def sweep(self) -> None:
         """Evict what has outlived its time, also while no request comes."""
@@ -145,7 +140,7 @@ class Scheduler:
         self.cache.make_room()
         self.cache.kv_room.evict_rest(to_its_end=True)
         self.cache.kv_room.memory.look()
-        self.warmer.look()
+        self.cache.warmed.look()
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
@@ -272,8 +267,7 @@ class Scheduler:
             self._send_tokens()  # the others wait for nothing that is done now
             self._cache_leases.keep_rest(row, left.caches, left.tokens)
             with self._or_leaves(row):
-                enter = partial(self._pool.enter, row, left.caches, Decoder.of(row, self._model.vocab_size))
-                self._memory.with_second_try(enter)
+                self._memory.with_second_try(partial(self._pool.enter, row, left.caches))
 
     def _taken_out(self, row: Row) -> ExtractedRow | None:
         """Take a row that will enter again out of its batch, and hand out the token that is drawn for it: its states
@@ -311,7 +305,8 @@ class Scheduler:
             return
         if not row.has_begun:
             row.num_cached_tokens = num_done
-            self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
+            self.cache.totals.num_prompt_tokens += len(row.request.prompt)
+            self.cache.totals.num_cached_tokens += num_done
         self._cache_leases.begin(row, cache_lease)
         self._prefills.add(prefill := Prefill(row, cache_lease, caches, num_done, images=images))
         self._turn_order.begins(row, prefill.num_left)
@@ -324,7 +319,7 @@ class Scheduler:
         if step.trouble:
             self._report(step.trouble)
         if step.num_tokens:
-            self.cache.count(num_prefill_tokens=step.num_tokens)
+            self.cache.totals.num_prefill_tokens += step.num_tokens
             self.cache.measured_prefill(self._chunk_length.tokens_per_second)
         for prefill in step.computed:
             if step.num_tokens:
@@ -350,9 +345,8 @@ class Scheduler:
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
             padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
-            decoder = Decoder.of(prefill.row, self._model.vocab_size)
-            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
-            self.cache.count(num_prefill_tokens=1)
+            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, padding_bytes))
+            self.cache.totals.num_prefill_tokens += 1
 
     def _settle(self, step: DecodeResult) -> None:
         """Do what a decode step left to do; clients that must hear something hear it first."""

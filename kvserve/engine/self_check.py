@@ -13,19 +13,17 @@ quantised; longer ones are needed for a class that is unknown (`MAX_PROBED_TOKEN
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache
 
-from kvserve.engine.batch_kv import entering
 from kvserve.engine.borders import described, finding
-from kvserve.engine.flat_caches import flat_caches
+from kvserve.engine.kv_buffers import entering, flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
-from kvserve.engine.padded_pass import can_be_padded, padded_pass
-from kvserve.engine.snapshot import CacheLayout
-from kvserve.engine.vision import RopeShift
+from kvserve.engine.prefill_pool import can_be_padded, padded_pass
+from kvserve.engine.snapshot import CacheLayout, leaf_kind
 from kvserve.engine.wired import batch_generator
 from kvserve.errors import ModelLoadError
 
@@ -53,21 +51,6 @@ class CachesDiffer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What is computed: the long row's prompt, the short one's is its beginning, and how each of them continues."""
-
-    prompt: list[int]
-    given_long: list[int]
-    given_short: list[int]
-
-    @classmethod
-    def of(cls, num_ids: int, num_prompt_tokens: int) -> Self:
-        """Tokens that differ from their neighbours, with ids below `num_ids`."""
-        ids = [(1 + 37 * place) % num_ids for place in range(num_prompt_tokens + 2 * NUM_GIVEN_TOKENS)]
-        return cls(ids[:num_prompt_tokens], ids[num_prompt_tokens:-NUM_GIVEN_TOKENS], ids[-NUM_GIVEN_TOKENS:])
-
-
-@dataclass(frozen=True, slots=True)
 class _Alone:
     """A row as plain steps compute it: `logprobs[0]` follow the prompt, `logprobs[n]` the nth given token."""
 
@@ -77,7 +60,7 @@ class _Alone:
 
 
 @dataclass(slots=True, eq=False)
-class _Script:
+class Script:
     """A sampler that writes the given tokens, whatever the model says, and remembers what it was shown."""
 
     given: list[int]
@@ -85,7 +68,7 @@ class _Script:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self.seen.append(logprobs[0])
-        return mx.array(self.given[len(self.seen) - 1 : len(self.seen)], dtype=mx.uint32)
+        return mx.array([self.given[min(len(self.seen), len(self.given)) - 1]], dtype=mx.uint32)
 
 
 def check_caches(model: LoadedModel) -> CacheSupport:
@@ -98,7 +81,8 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     unknown = [leaf for leaf in tried if not _is_known(leaf)]
     named = {length for leaf in unknown for length in _lengths_named(leaf)}
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
-    tokens = _Tokens.of(min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens)
+    num_ids, num_tokens = min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens + 2 * NUM_GIVEN_TOKENS
+    tokens = [(1 + 37 * place) % num_ids for place in range(num_tokens)]  # they differ from their neighbours
     with mx.stream(generation_stream):
         trial = _Trial(model.module, model.new_caches, tokens, allows_noise=not unknown)
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
@@ -131,7 +115,7 @@ def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, *, has_unknown:
 # --- trying -----------------------------------------------------------------------------------------------------------
 
 
-def _why_not_packed(model: LoadedModel, tokens: _Tokens, *, allows_noise: bool) -> str:
+def _why_not_packed(model: LoadedModel, tokens: list[int], *, allows_noise: bool) -> str:
     """The same trial for rows whose KV is quantised, if it is to be."""
     if (quantiser := model.quantiser) is None:
         return ""
@@ -151,18 +135,20 @@ class _Trial:
     """A long and a short row, each computed alone, and what else must come out like them."""
 
     def __init__(
-        self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: _Tokens, *, allows_noise: bool
+        self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: list[int], *, allows_noise: bool
     ) -> None:
+        """`tokens`: the long row's prompt, whose beginning is the short one's, and how each of them continues."""
         self._module = module
         self._new_caches = new_caches
-        self._long = self._run_alone(tokens.prompt, tokens.given_long)
-        self._short = self._run_alone(tokens.prompt[:SHORT_ROW_TOKENS], tokens.given_short)
+        prompt, given = tokens[: -2 * NUM_GIVEN_TOKENS], tokens[-2 * NUM_GIVEN_TOKENS :]
+        self._long = self._run_alone(prompt, given[:NUM_GIVEN_TOKENS])
+        self._short = self._run_alone(prompt[:SHORT_ROW_TOKENS], given[NUM_GIVEN_TOKENS:])
         self._max_error = max(MAX_ERROR, NOISE_FACTOR * self._noise()) if allows_noise else MAX_ERROR
 
     def batch(self) -> None:
         """Two rows enter a batch together, a third one later; that one continues alone. Raises CachesDiffer."""
         rows = (self._long, self._short, self._short)
-        scripts = [_Script(row.given) for row in rows]
+        scripts = [Script(row.given) for row in rows]
         generator: Any = batch_generator(self._module)
         ended: dict[int, list[Any]] = {}
         try:
@@ -206,10 +192,10 @@ class _Trial:
         caches = self._new_caches()
         stepped = [self._step(caches, [token]) for token in (*self._short.prompt, *self._short.given[:-1])]
         found = stepped[len(self._short.prompt) - 1 :]
-        return max(_error(*pair) for pair in zip(found, self._short.logprobs, strict=True))
+        return max(logits_error(*pair) for pair in zip(found, self._short.logprobs, strict=True))
 
     def _compare(self, found: Sequence[mx.array], expected: Sequence[mx.array]) -> None:
-        error = max(_error(*pair) for pair in zip(found, expected, strict=True))
+        error = max(logits_error(*pair) for pair in zip(found, expected, strict=True))
         if not error <= self._max_error:  # also for one that is not a number
             raise CachesDiffer(f"its logits are off by {error:.0%}")
 
@@ -217,16 +203,10 @@ class _Trial:
         caches = self._prefilled(prompt)
         return _Alone(prompt, given, [self._step(caches, [token]) for token in (prompt[-1], *given[:-1])])
 
-    def _insert(self, generator: Any, rows: Sequence[_Alone], scripts: Sequence[_Script]) -> None:
+    def _insert(self, generator: Any, rows: Sequence[_Alone], scripts: Sequence[Script]) -> None:
         """Let rows decode two tokens each in a batch."""
-        generator.insert(
-            [row.prompt[-1:] for row in rows],
-            max_tokens=[2 for _ in rows],
-            caches=[entering(self._prefilled(row.prompt)) for row in rows],
-            all_tokens=[row.prompt[:-1] for row in rows],
-            samplers=list(scripts),
-            stop_sequences=[StopSequences() for _ in rows],
-        )
+        caches = [entering(self._prefilled(row.prompt)) for row in rows]
+        insert_scripted(generator, [row.prompt for row in rows], caches, scripts, 2)
 
     def _prefilled(self, prompt: list[int]) -> list[Any]:
         """Caches of all tokens but the last."""
@@ -241,8 +221,27 @@ class _Trial:
         return logits - mx.logsumexp(logits)
 
 
-def _error(found: mx.array, expected: mx.array) -> float:
-    """Where both say the same infinity, a token that the model forbids, there is no error."""
+def insert_scripted(
+    generator: Any,
+    prompts: Sequence[list[int]],
+    caches: Sequence[list[Any]],
+    scripts: Sequence[Script],
+    num_tokens: int,
+) -> None:
+    """Let rows enter a batch, whose caches hold their prompts but for the last token, and write so many tokens each."""
+    generator.insert(
+        [prompt[-1:] for prompt in prompts],
+        max_tokens=[num_tokens for _ in prompts],
+        caches=list(caches),
+        all_tokens=[prompt[:-1] for prompt in prompts],
+        samplers=list(scripts),
+        stop_sequences=[StopSequences() for _ in prompts],
+    )
+
+
+def logits_error(found: mx.array, expected: mx.array) -> float:
+    """Root mean square difference as a share of the spread, of logits or log-probabilities. Where both say the same
+    infinity, a token that the model forbids, there is no error."""
     found, expected = found.astype(mx.float32), expected.astype(mx.float32)
     is_finite = mx.isfinite(expected)
     mean = mx.where(is_finite, expected, 0).sum() / is_finite.sum()
@@ -256,7 +255,7 @@ def _error(found: mx.array, expected: mx.array) -> float:
 
 def _is_known(leaf: Any) -> bool:
     """Exact classes only: a subclass may do other things than its parent."""
-    return type(leaf) in (KVCache, ArraysCache, RopeShift) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+    return type(leaf) is ArraysCache or leaf_kind(leaf) != "whole"
 
 
 def _lengths_named(leaf: Any) -> set[int]:

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from kvserve.engine.kv_buffers import settle
-from kvserve.engine.quantised import Packed, PackedCache, Quantiser
+from kvserve.engine.kv_buffers import KvArrays, arrays_in, flat_caches, settle
+from kvserve.engine.quantised import PackedCache, Quantiser
 from kvserve.engine.vision import RopeShift
 
 LeafKind = Literal["cut", "window", "whole", "none"]
@@ -45,7 +45,7 @@ class KvSlice:
     `rest` are the last of its tokens, where they are in the other form.
     """
 
-    leaves: tuple[Packed, ...]
+    leaves: tuple[KvArrays, ...]
     num_tokens: int
     num_bytes: int
     is_packed: bool = False
@@ -59,6 +59,13 @@ class StateSnapshot:
     leaves: tuple[Any, ...]
     num_bytes: int
 
+    @classmethod
+    def of(cls, leaves: Sequence[Any]) -> Self:
+        """These leaves, computed."""
+        arrays = arrays_in([vars(leaf) for leaf in leaves])
+        mx.eval(arrays)
+        return cls(tuple(leaves), sum(array.nbytes for array in arrays))
+
 
 class CacheLayout:
     """Which leaves a model's caches have. Frozen; `read_*` never change the caches that they read."""
@@ -66,7 +73,7 @@ class CacheLayout:
     def __init__(self, new_caches: Callable[[], list[Any]], quantiser: Quantiser | None = None) -> None:
         self._new_caches = new_caches
         self._quantiser = quantiser
-        self._kinds = tuple(_kind(leaf) for leaf in _leaves(new_caches()))
+        self._kinds = tuple(leaf_kind(leaf) for leaf in flat_caches(new_caches()))
 
     @property
     def is_cuttable(self) -> bool:
@@ -104,7 +111,7 @@ class CacheLayout:
         Raises ValueError where the caches have lost it already.
         """
         cut = [position for position, kind in enumerate(self._kinds) if kind == "cut"]
-        own = _leaves(caches)
+        own = flat_caches(caches)
         if any(own[position].keys is None for position in cut):
             raise ValueError("These caches have given their KV away.")
         layers = []
@@ -127,9 +134,7 @@ class CacheLayout:
         )
         if not leaves:
             return None
-        arrays = _arrays([_everything(leaf) for leaf in leaves])
-        mx.eval(arrays)
-        return StateSnapshot(leaves, sum(array.nbytes for array in arrays))
+        return StateSnapshot.of(leaves)
 
     def restore(
         self, pieces: Sequence[tuple[KvSlice, int, int]], state: StateSnapshot | None, num_next_tokens: int
@@ -155,7 +160,7 @@ class CacheLayout:
                 cut_index += 1
             elif kind != "none":
                 self._replace(caches, position, copy.deepcopy(next(kept)))
-        mx.eval([_everything(leaf) for leaf, _ in self._with_kinds(caches)])
+        mx.eval([vars(leaf) for leaf, _ in self._with_kinds(caches)])
         return caches
 
     def restore_moved(
@@ -182,11 +187,11 @@ class CacheLayout:
         return caches
 
     def _with_kinds(self, caches: Sequence[Any]) -> list[tuple[Any, LeafKind]]:
-        return list(zip(_leaves(caches), self._kinds, strict=True))
+        return list(zip(flat_caches(caches), self._kinds, strict=True))
 
     def _replace(self, caches: list[Any], position: int, new: Any) -> None:
         """Put a leaf in the place of the fresh one, also inside a CacheList."""
-        fresh = _leaves(caches)[position]
+        fresh = flat_caches(caches)[position]
         for index, cache in enumerate(caches):
             if cache is fresh:
                 caches[index] = new
@@ -234,12 +239,12 @@ def _of_one_form(kv: KvSlice, start: int, end: int) -> Iterator[tuple[KvSlice, i
         yield from _of_one_form(kv.rest, max(start - num_own, 0), end - num_own)
 
 
-def _evaluated_slice(leaves: tuple[Packed, ...], num_tokens: int, is_packed: bool) -> KvSlice:
+def _evaluated_slice(leaves: tuple[KvArrays, ...], num_tokens: int, is_packed: bool) -> KvSlice:
     mx.eval(leaves)
     return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
 
 
-def _kind(leaf: Any) -> LeafKind:
+def leaf_kind(leaf: Any) -> LeafKind:
     """Exact classes only: a subclass may keep more than its parent says, and is then copied whole."""
     if type(leaf) is KVCache:
         return "cut"
@@ -248,21 +253,17 @@ def _kind(leaf: Any) -> LeafKind:
     return "none" if type(leaf) is RopeShift else "whole"
 
 
-def _leaves(caches: Sequence[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in (cache.caches if isinstance(cache, CacheList) else [cache])]
-
-
-def _kv_arrays(leaf: Any) -> Packed:
+def _kv_arrays(leaf: Any) -> KvArrays:
     return leaf.rows if isinstance(leaf, PackedCache) else (leaf.keys, leaf.values)
 
 
-def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> Packed:
+def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> KvArrays:
     kv, start, end = piece
     is_whole = (start, end) == (0, kv.num_tokens)
     return tuple(array if is_whole else array[..., start:end, :] for array in kv.leaves[leaf_index])
 
 
-def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
+def _fill(leaf: Any, pieces: Sequence[KvArrays], room: int) -> None:
     """Give an empty cut leaf the rows of all pieces, in one copy, with room behind them."""
     if not pieces:
         return
@@ -271,7 +272,7 @@ def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
     leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
 
 
-def _fill_at_once(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
+def _fill_at_once(leaf: Any, pieces: Sequence[KvArrays], room: int) -> None:
     """The same, and nothing of it is left to be computed."""
     _fill(leaf, pieces, room)
     mx.eval(leaf.keys, leaf.values)
@@ -280,11 +281,11 @@ def _fill_at_once(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
 def _twin(leaf: Any) -> Any:
     """A copy of a kept leaf that is computed."""
     twin = copy.deepcopy(leaf)
-    mx.eval(_everything(twin))
+    mx.eval(vars(twin))
     return twin
 
 
-def _parts_of(leaf: Any, borders: Sequence[int], rest: Sequence[Any]) -> list[Packed]:
+def _parts_of(leaf: Any, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
     """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`, but for
     leaves that have given theirs away."""
     parts = [
@@ -306,7 +307,7 @@ def _packed(quantiser: Quantiser, pieces: Sequence[tuple[KvSlice, int, int]], le
     return PackedCache(quantiser.scheme, rows, sum(piece[0].shape[TOKEN_AXIS] for piece in packed))
 
 
-def _with_room(pieces: Sequence[Packed], room: int) -> Packed:
+def _with_room(pieces: Sequence[KvArrays], room: int) -> KvArrays:
     """The rows of all pieces, in one copy, with empty slots behind them."""
     arrays = []
     for parts in zip(*pieces, strict=True):
@@ -317,13 +318,16 @@ def _with_room(pieces: Sequence[Packed], room: int) -> Packed:
 
 def _detached_window(leaf: Any) -> Any:
     """The last `max_size` rows in temporal order: after a prefill chunk a window holds up to a chunk more."""
-    window: Any = RotatingKVCache(leaf.max_size, leaf.keep)  # type: ignore[no-untyped-call]
-    window.offset = leaf.offset
-    if leaf.keys is not None:
-        for name in ("keys", "values"):
-            ordered = leaf._temporal_order(getattr(leaf, name))
-            setattr(window, name, mx.contiguous(ordered[..., -leaf.max_size :, :]))
-        window._idx = window.keys.shape[TOKEN_AXIS]
+    held = () if leaf.keys is None else (leaf.keys, leaf.values)
+    return window_of(leaf, *(mx.contiguous(leaf._temporal_order(each)[..., -leaf.max_size :, :]) for each in held))
+
+
+def window_of(like: Any, *rows: mx.array) -> Any:
+    """A sliding window like this one that holds these keys and values, in the order of time; or nothing."""
+    window: Any = RotatingKVCache(like.max_size, like.keep)  # type: ignore[no-untyped-call]
+    window.offset = like.offset
+    if rows:
+        window.keys, window.values, window._idx = *rows, rows[0].shape[TOKEN_AXIS]
     return window
 
 
@@ -333,11 +337,3 @@ def _detached(leaf: Any) -> Any:
     for name, value in vars(leaf).items():
         setattr(twin, name, tree_map(lambda each: mx.contiguous(each) if isinstance(each, mx.array) else each, value))
     return twin
-
-
-def _everything(leaf: Any) -> dict[str, Any]:
-    return dict(vars(leaf))
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]

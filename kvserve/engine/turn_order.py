@@ -9,8 +9,7 @@ from dataclasses import replace
 from kvserve.engine.admission import Admission
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.fair_clock import FairClock, StreamShare
-from kvserve.engine.policy import candidates, first_token_seconds, plan
-from kvserve.engine.policy_facts import (
+from kvserve.engine.policy import (
     DecodeStep,
     Facts,
     Life,
@@ -21,12 +20,14 @@ from kvserve.engine.policy_facts import (
     PromptFacts,
     Stream,
     WaitingPrompt,
+    candidates,
+    first_token_seconds,
+    plan,
 )
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import tokens_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, tokens_of
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 
 TELL_SECONDS = 1.0
@@ -205,10 +206,8 @@ class TurnOrder:
             yield PromptFacts(row, finish(row), num_left, other, num_awaited, is_held=other is None)
 
     def _machine(self) -> Machine:
-        streams = self._streams
-        return Machine(
-            self._clock.now, streams.owed_seconds, streams.slice_seconds, self._prefills.slowest_tokens_per_second
-        )
+        streams, rate = self._streams, self._prefills.chunk_length.slowest_tokens_per_second
+        return Machine(self._clock.now, streams.owed_seconds, streams.slice_seconds, rate)
 
     def _tell(self, facts: Facts[Row]) -> None:
         """Note on each row how long it takes to its first token; now and then tell clients of prompts that wait,

@@ -12,23 +12,20 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import StopSequences, generation_stream
-from PIL import Image
+from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, ImageInput, ImageSpan, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.borders import described, finding
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.self_check import MAX_ERROR, Script, insert_scripted, logits_error
 from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionSupport
-from kvserve.engine.vision_pass import see
-from kvserve.engine.vision_row import RowImages
+from kvserve.engine.vision_pass import RowImages, see
+from kvserve.engine.vision_reader import noise_picture
 from kvserve.engine.wired import batch_generator
 
 NUM_TEXT_TOKENS = 7
 NUM_GIVEN_TOKENS = 3
-
-MAX_ERROR = 0.05
-"""As in the check of caches: the most that two ways to compute one thing may differ, as a share of the spread."""
 
 NOISE_FACTOR = 4.0
 MIN_ERROR = 1e-3
@@ -74,7 +71,7 @@ def with_images_tried(model: LoadedModel, max_feature_bytes: int) -> LoadedModel
 def check_vision(module: Any, vision: VisionSupport, vocab_size: int) -> VisionFinding:
     """Try an image. Raises what the model raises for one that it cannot compute at all, in one pass."""
     with mx.stream(generation_stream):
-        trial = _Trial(module, vision, vocab_size)
+        trial = _ImageTrial(module, vision, vocab_size)
         if trouble := trial.wrong_positions() or trial.wrong_answer():
             raise ValueError(trouble)
         span = trial.span
@@ -93,13 +90,13 @@ def _alone(reason: str) -> VisionFinding:
     return VisionFinding("alone", False, f"{RULE_WORDS['alone']} ({reason}).")
 
 
-class _Trial:
+class _ImageTrial:
     """One prompt with an image, as a single pass computes it."""
 
     def __init__(self, module: Any, vision: VisionSupport, vocab_size: int) -> None:
         self._module = module
         self._vision = vision
-        measured = vision.reader(_picture())
+        measured = vision.reader(noise_picture(1, 64, 96))
         run = measured.facts.ids
         if max(run) >= vocab_size:
             raise ValueError(f"its images have the token {max(run)}, beyond the {vocab_size} that it has logits for")
@@ -143,44 +140,31 @@ class _Trial:
         seen = self._vision.model.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids), **more)
         told = {name: value for name, value in seen.to_dict().items() if value is not None}
         logits = language(ids, cache=self._module.make_cache()[: len(self._module.layers)], **told).logits[0, -1]
-        error = _error(logits, self._whole[-1])
+        error = logits_error(logits, self._whole[-1])
         return "" if error <= MAX_ERROR else f"its logits are off by {error:.0%} from mlx-vlm's"
 
     def error_of(self, cuts: tuple[int, ...]) -> float:
         """How far the logits are off when the prompt is computed in pieces."""
-        return max(_error(*pair) for pair in zip(self._run(cuts), self._whole, strict=True))
+        return max(logits_error(*pair) for pair in zip(self._run(cuts), self._whole, strict=True))
 
     def batch_error(self) -> float:
         """The same for two rows that decode together: this one and one of text."""
         rows = ((self._ids, self._images), (self._ids[: self.span.start], None))
         alone = [self._alone(list(ids), images) for ids, images in rows]
-        seen: list[list[mx.array]] = [[], []]
+        scripts = [Script(self._given) for _ in rows]
+        caches = [self._prefilled(list(ids[:-1]), images) for ids, images in rows]
         generator: Any = batch_generator(self._module)
         try:
-            generator.insert(
-                [[ids[-1]] for ids, _ in rows],
-                max_tokens=[NUM_GIVEN_TOKENS for _ in rows],
-                caches=[self._prefilled(list(ids[:-1]), images) for ids, images in rows],
-                all_tokens=[list(ids[:-1]) for ids, _ in rows],
-                samplers=[self._script(each) for each in seen],
-                stop_sequences=[StopSequences() for _ in rows],
-            )
-            while min(map(len, seen)) < NUM_GIVEN_TOKENS:
+            insert_scripted(generator, [list(ids) for ids, _ in rows], caches, scripts, NUM_GIVEN_TOKENS)
+            while min(len(script.seen) for script in scripts) < NUM_GIVEN_TOKENS:
                 generator.next()
         finally:
             generator.close()
         return max(
-            _error(found, expected)
-            for row, logits in zip(seen, alone, strict=True)
-            for found, expected in zip(row, logits, strict=False)
+            logits_error(found, expected)
+            for script, logits in zip(scripts, alone, strict=True)
+            for found, expected in zip(script.seen, logits, strict=False)
         )
-
-    def _script(self, seen: list[mx.array]) -> Any:
-        def sample(logprobs: mx.array) -> mx.array:
-            seen.append(logprobs[0])
-            return mx.array([self._given[min(len(seen), NUM_GIVEN_TOKENS) - 1]], dtype=mx.uint32)
-
-        return sample
 
     def _alone(self, ids: list[int], images: RowImages | None) -> list[mx.array]:
         caches = self._prefilled(ids[:-1], images)
@@ -213,16 +197,3 @@ class _Trial:
                     found.append(logits[place - start])
             mx.eval(found, [cache.state for cache in caches])
         return found
-
-
-def _error(found: mx.array, expected: mx.array) -> float:
-    """Root mean square difference as a share of the spread, log-probabilities or logits."""
-    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    spread = mx.square(expected - expected.mean()).sum()
-    return float(mx.sqrt(mx.square(found - expected).sum() / spread).item())  # type: ignore[arg-type]
-
-
-def _picture() -> Image.Image:
-    """Small, neither square nor even."""
-    noise = np.random.default_rng(1).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    return Image.fromarray(noise, "RGB")

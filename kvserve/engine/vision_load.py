@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.engine.borders import finding
+from kvserve.engine.kv_buffers import arrays_in
 from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDecoder, VlmDecoder, masks_with_images
 from kvserve.engine.vision_reader import ImageReader
 from kvserve.engine.vision_tower import Tower, embedding_scale
@@ -197,12 +197,12 @@ def _vision(folder: Path, seeing: Any, decoder: VisionDecoder) -> VisionSupport:
     reader = ImageReader(processor, folder, image_token, merge, others)
     scale = embedding_scale(lambda ids: seeing.get_input_embeddings(ids, None).inputs_embeds, decoder.embed)
     tower = Tower(seeing, image_token, _known_scale(scale, seeing))
-    return VisionSupport(tower, reader, image_token, seeing, _num_bytes(seeing) - _num_bytes(seeing.language_model))
+    return VisionSupport(tower, reader, image_token, seeing, weight_bytes(seeing) - weight_bytes(seeing.language_model))
 
 
-def _num_bytes(module: Any) -> int:
-    flat: Any = tree_flatten(module.parameters())
-    return sum(array.nbytes for _, array in flat)
+def weight_bytes(module: Any) -> int:
+    """What a module's weights take."""
+    return sum(array.nbytes for array in arrays_in(module.parameters()))
 
 
 def _media_token(config: Any, kind: str) -> int | None:

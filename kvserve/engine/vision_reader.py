@@ -57,7 +57,7 @@ class ImageReader:
         Raises ModelLoadError where the processor finds no place for an image in them.
         """
         try:
-            all_ids = [int(token) for token in self._process(template_words, _sample())["input_ids"][0]]
+            all_ids = [int(token) for token in self._process(template_words, noise_picture(0, 96, 160))["input_ids"][0]]
             # Some tokenizers put a token before every text; the chat template writes that one itself.
             before = list(self._tokenizer("")["input_ids"])
             all_ids = all_ids[len(before) :] if before and all_ids[: len(before)] == before else all_ids
@@ -96,7 +96,7 @@ class ImageReader:
 
     def _sample_ids(self, text: str) -> tuple[int, ...]:
         """The ids that the processor has for an image where it reads `text`. Raises what it raises."""
-        return self._run(self._process(text, _sample()))
+        return self._run(self._process(text, noise_picture(0, 96, 160)))
 
     def _grid(self, inputs: Mapping[str, Any], num_tokens: int) -> tuple[int, int, int] | None:
         if self._merge_size is None:
@@ -127,7 +127,7 @@ class ImageReader:
         raise ModelLoadError(f"its processor takes no image ({'; '.join(reasons) or 'it names no placeholder'})")
 
 
-def _sample() -> Image.Image:
-    """A picture that is neither square nor even."""
-    noise = np.random.default_rng(0).integers(0, 256, (96, 160, 3), dtype=np.uint8)
+def noise_picture(seed: int, height: int, width: int) -> Image.Image:
+    """A picture to try a processor with: let it be neither square nor even."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise, "RGB")

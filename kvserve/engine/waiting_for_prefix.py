@@ -13,8 +13,7 @@ from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import tokens_of
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Row, tokens_of
 
 NOT_RESTORED = "KV could not be restored and will be computed again"
 
@@ -65,7 +64,8 @@ class WaitingForPrefix:
         is_one_more = False
         waiting = [entry for entry in self._entries if not entry.has_room]
         if not waiting:
-            self._evict_rest()
+            with costs_no_row(self._report, NO_ROOM):
+                self._cache.kv_room.evict_rest()
         for entry in self._entries if waiting else ():  # or what a row waited for makes way for it
             self._cache.pin_more(entry.pinned)
         for place, entry in enumerate(waiting, 1):
@@ -82,10 +82,6 @@ class WaitingForPrefix:
         with costs_no_row(self._report, NO_ROOM):
             may_begin = self._cache.kv_room.make_some(num_bytes)
         return may_begin
-
-    def _evict_rest(self) -> None:
-        with costs_no_row(self._report, NO_ROOM):
-            self._cache.kv_room.evict_rest()
 
     def remove(self, row: Row) -> None:
         """Let go of what is pinned for a row: it has begun, or left. Nothing where it is not here."""
@@ -134,7 +130,7 @@ class WaitingForPrefix:
             keep(prefill)
             return False
         entry.awaited, entry.awaited_tokens = prefill.cache_lease, num_tokens
-        self._tell(entry.row, prefill, num_tokens, prefills.tokens_per_second)
+        self._tell(entry.row, prefill, num_tokens, prefills.chunk_length.tokens_per_second)
         return True
 
     def _wait_for(self, row: Row, prefills: PrefillPool) -> tuple[Prefill, int] | None:

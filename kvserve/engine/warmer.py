@@ -8,7 +8,7 @@ Everything here belongs to the engine thread.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from kvserve.cache.checkpoints import Stop
 from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described
-from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.cache_records import LONG_ROW_TOKENS, CacheLease
 from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -36,10 +36,6 @@ from kvserve.engine.warming import (
 )
 
 MAX_JOBS = 64
-DISK_WAIT_SECONDS = 0.02
-LONG_PREFIX_TOKENS = 4096
-"""So long a prefix leaves buffers behind that MLX would keep for ever."""
-
 NO_ROOM = "no room"
 """Why a guess was dropped: what was used before would have had to leave for it."""
 
@@ -115,8 +111,7 @@ class Warmer:
             self.pause()
         if len(self._waiting) > MAX_JOBS:
             oldest = max(self._waiting, key=lambda each: RANKS[each.warming.job.kind])  # of equals the first
-            self._waiting.remove(oldest)
-            self._end(oldest, "dropped", "full")
+            self._drop([oldest], "full")
 
     def note_busy(self) -> None:
         """Note that rows compute."""
@@ -134,16 +129,13 @@ class Warmer:
     def drop_all(self, reason: str) -> None:
         """End every job; what was computed and can be kept is kept."""
         self.pause()
-        tasks, self._waiting = self._waiting, []
-        for task in tasks:
-            self._end(task, "dropped", reason)
+        self._drop(list(self._waiting), reason)
 
     def forget(self, is_forgotten: Callable[[str], bool]) -> None:
         """End the jobs of these owners, and those without a known owner; what was computed for them is forgotten."""
         self.pause()
-        for task in [task for task in self._waiting if not (owner := task.warming.job.owner) or is_forgotten(owner)]:
-            self._waiting.remove(task)
-            self._end(task, "dropped", "forgotten")
+        owned = ((task, task.warming.job.owner) for task in self._waiting)
+        self._drop([task for task, owner in owned if not owner or is_forgotten(owner)], "forgotten")
 
     def step(self) -> bool:
         """Do one short piece of work, where there is any to be done now. Whether there was."""
@@ -178,14 +170,10 @@ class Warmer:
             return 0.0
         return self._model.sizes.peak(self._active.row.num_tokens)
 
-    def look(self) -> None:
-        """See whether what was warmed is still there."""
-        self._cache.warmed.look()
-
     def report(self) -> WarmReport:
         """What became of the jobs. While no client waits for a token it is checked what was evicted meanwhile."""
         if self._clock() >= self._quiet_until:
-            self.look()
+            self._cache.warmed.look()
         num_waiting = len(self._waiting) + (self._active is not None)
         ended = self._ended
         return WarmReport(
@@ -212,9 +200,7 @@ class Warmer:
             return
         if self._active is not None and self._active.task.warming.job.key == key:
             self.pause()
-        for old in [old for old in self._waiting if old.warming.job.key == key]:
-            self._waiting.remove(old)
-            self._end(old, "dropped", "replaced")
+        self._drop([old for old in self._waiting if old.warming.job.key == key], "replaced")
         run = pack(task.warming.job.tokens)
         chain = self._cache.hasher.start(task.warming.job.partition)
         self._cache.warmed.replace(key, run, chain.extended(run))
@@ -222,9 +208,13 @@ class Warmer:
     def _drop_cancelled(self) -> None:
         if self._active is not None and self._active.task.warming.is_cancelled:
             self.pause()
-        for task in [task for task in self._waiting if task.warming.is_cancelled]:
+        self._drop([task for task in self._waiting if task.warming.is_cancelled], "cancelled")
+
+    def _drop(self, tasks: Sequence[_Task], reason: str) -> None:
+        """End tasks that wait."""
+        for task in tasks:
             self._waiting.remove(task)
-            self._end(task, "dropped", "cancelled")
+            self._end(task, "dropped", reason)
 
     def _begin_next(self) -> None:
         """Work on the first of those that may be worked on; of sessions the one that was heard of last."""
@@ -261,7 +251,7 @@ class Warmer:
         """Wait for the disk, enter, or compute a chunk. Whether all is there then."""
         if (prefill := active.prefill) is None:
             if self._cache.is_restoring(active.pinned):
-                self._cache.await_disk(DISK_WAIT_SECONDS)
+                self._cache.await_disk()
                 return False
             prefill = active.prefill = self._entered(active)
         elif prefill.num_done < active.end:
@@ -306,7 +296,7 @@ class Warmer:
 
     def _finish(self, active: _ActiveTask) -> None:
         self._put_down(active)
-        if active.row.num_tokens >= LONG_PREFIX_TOKENS:
+        if active.row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
         is_kept = active.prefill is None or active.prefill.cache_lease.lease.num_tokens >= active.end
         is_whole = active.end >= len(active.task.warming.job.tokens)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generation_stream
 
-from kvserve.engine.memory_plan import MemoryPlan
+from kvserve.engine.memory import MemoryPlan
 
 _GENERATE: Any = import_module("mlx_lm.generate")  # the package has a function of this name
 

@@ -19,19 +19,17 @@ from mlx_lm.generate import generation_stream
 from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.borders import described, engine_outlives
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
-from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
 from kvserve.engine.engine_start import EngineCall, EngineStart
-from kvserve.engine.logprob_reader import LogprobReader
+from kvserve.engine.file_digest import DigestMemory
+from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.memory import Account
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.thinking_limit import ThinkingLimiter
 from kvserve.engine.token_dispatcher import TokenDispatcher
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import Warming, WarmJob

@@ -1,5 +1,5 @@
 """Parses requests for log-probabilities and encodes them in OpenAI's three forms. This file knows fields and their
-ranges; the engine computes the numbers (`engine/logprob_reader.py`).
+ranges; the engine computes the numbers (`engine/logits_processors.py`).
 
 A token whose bytes are not whole characters is spelt as OpenAI spells it: each odd byte as `\\xf0`, in completions the
 whole token after `bytes:`.

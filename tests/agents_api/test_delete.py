@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.engine.loaded_files import MEMORY_FILE
+from kvserve.engine.model_files import MEMORY_FILE
 from tests.agents_api.test_http import GREEDY, create, delete, get, told
 from tests.engine.visions import data_url, picture
 from tests.laws import TWO_KINDS, sampled

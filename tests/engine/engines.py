@@ -30,8 +30,7 @@ from kvserve.engine import turn_order
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.engine_settings import EngineSettings
-from kvserve.engine.policy import plan
-from kvserve.engine.policy_facts import Facts, Plan
+from kvserve.engine.policy import Facts, Plan, plan
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.worker import Engine
 from tests.laws import sampled

@@ -12,7 +12,7 @@ import pytest
 
 from kvserve.engine import admission
 from kvserve.engine.kv_moves import KvMoves
-from kvserve.engine.kv_size import KvSize
+from kvserve.engine.model import KvSize
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
 from tests.integrity import check_integrity

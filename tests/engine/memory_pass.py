@@ -21,7 +21,8 @@ import mlx.core as mx
 
 from kvserve.core import GenerationRequest
 from kvserve.demo.families import ModelScale
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine import memory as memory_module
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.memory import Account, MemoryLedger
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, engine_settings, generate, prompt_of, request
@@ -173,8 +174,8 @@ def run(wanted: Pass) -> Seen:
 
 
 def _run_one(wanted: Pass, folder: Path, number: int, seen: Seen) -> None:
-    side = {"max_queued_bytes": wanted.side_bytes, "max_read_ahead_bytes": wanted.side_bytes}
-    disk = DiskSettings(folder, 2**34, 0, 24, is_ephemeral=wanted.disk == "ephemeral", **side) if wanted.disk else None
+    memory_module.WRITE_QUEUE_CAP = memory_module.READ_AHEAD_CAP = wanted.side_bytes
+    disk = DiskSettings(folder, 2**34, 0, 24, is_ephemeral=wanted.disk == "ephemeral") if wanted.disk else None
     engine = Engine(
         tiny_model("qwen3", scale=WIDE, seed=number),
         engine_settings(

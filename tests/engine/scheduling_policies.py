@@ -1,8 +1,8 @@
 """The policies that are simulated: the engine's own, and as a control the one that it had before."""
 
 from kvserve.engine.fair_clock import FairClock, StreamShare
-from kvserve.engine.policy import PREFILL_SLICE_SECONDS, candidates, plan
-from kvserve.engine.policy_facts import (
+from kvserve.engine.policy import (
+    PREFILL_SLICE_SECONDS,
     DecodeStep,
     Facts,
     Machine,
@@ -11,6 +11,8 @@ from kvserve.engine.policy_facts import (
     PromptFacts,
     Stream,
     WaitingPrompt,
+    candidates,
+    plan,
 )
 from tests.engine.scheduling_simulator import SHARE, SimRow, Simulator
 

@@ -8,8 +8,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvserve.engine.policy import CHUNK_SECONDS_ALONE, CHUNK_SECONDS_BESIDE_STREAMS, MAX_OVERTAKEN, NUM_CANDIDATES
-from kvserve.engine.policy_facts import DecodeStep, Pause, PrefillChunk
+from kvserve.engine.policy import (
+    CHUNK_SECONDS_ALONE,
+    CHUNK_SECONDS_BESIDE_STREAMS,
+    MAX_OVERTAKEN,
+    NUM_CANDIDATES,
+    DecodeStep,
+    Pause,
+    PrefillChunk,
+)
 from tests.engine.scheduling_traces import Job, Trace
 
 SHARE = 0.5

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS, Budget
-from kvserve.engine.kv_size import KvSize
+from kvserve.engine.model import KvSize
 from kvserve.errors import MemoryExhausted
 
 BUDGET = Budget(max_rows=3, max_bytes=1000, sizes=KvSize(fixed=100, per_token=1))

@@ -12,15 +12,11 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.weightless import Weightless
-from kvserve.engine.batch_kv import BatchKv, RowKv, entering
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Decoder
-from kvserve.engine.kv_buffers import num_slots
-from kvserve.engine.kv_size import KvSize
-from kvserve.engine.model import LoadedModel
+from kvserve.engine.kv_buffers import BatchKv, RowKv, entering, num_slots
+from kvserve.engine.model import KvSize, LoadedModel
 from kvserve.engine.prefill import reserve
 from kvserve.engine.rows import RequestHandle, Row
-from kvserve.engine.sampling import sampler_for
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import prompt_of, request
 from tests.laws import num_examples
@@ -161,7 +157,7 @@ class Decoding:
         reserve(caches, NUM_TOKENS + (num_room_tokens or num_answer_tokens))
         self.model.module(mx.zeros((1, NUM_TOKENS - 17), mx.int32), cache=caches)
         mx.eval([cache.state for cache in caches])
-        self.pool.enter(row, caches, Decoder(sampler_for(each.sampling, 8), [], False))
+        self.pool.enter(row, caches)
         return row
 
 

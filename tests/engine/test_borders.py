@@ -7,6 +7,7 @@ import pytest
 
 from kvserve.core import GenerationFailed, TokenSequence
 from kvserve.engine.borders import (
+    ShortMemory,
     costs_no_row,
     costs_the_disk_only,
     engine_outlives,
@@ -15,7 +16,6 @@ from kvserve.engine.borders import (
     row_fails_alone,
 )
 from kvserve.engine.disk_cache import DiskCache
-from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.errors import EngineFailure, MemoryExhausted
 from tests.engine.engines import prompt_of, request

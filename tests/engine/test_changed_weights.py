@@ -13,8 +13,8 @@ import pytest
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.engine import engine_start
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.loaded_files import MEMORY_FILE
+from kvserve.engine.engine_settings import DiskSettings
+from kvserve.engine.model_files import MEMORY_FILE
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     Result,

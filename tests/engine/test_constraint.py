@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from kvserve.core import Grammar
-from kvserve.engine.constraint import GrammarProcessor
+from kvserve.engine.logits_processors import GrammarProcessor
 from kvserve.errors import BadRequest, EngineFailure
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from tests.models import tiny_model

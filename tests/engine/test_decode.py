@@ -5,10 +5,8 @@ import pytest
 
 from kvserve.core import GenerationRequest
 from kvserve.engine.decode import DecodePool, extra_padding_tokens
-from kvserve.engine.decode_group import Decoder
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import RequestHandle, Row
-from kvserve.engine.sampling import sampler_for
 from kvserve.engine.token_dispatcher import Delivery, Dispatch, call_now
 from tests.engine.engines import prompt_of, request
 from tests.models import tiny_model
@@ -21,7 +19,7 @@ def model() -> LoadedModel:
 
 def long_prompt(model: LoadedModel) -> list[int]:
     """So long that padding a short row to it costs more than reading the weights."""
-    return prompt_of(100 + model.active_weight_bytes // int(model.kv_bytes_per_token))
+    return prompt_of(100 + model.active_weight_bytes // int(model.sizes.per_token))
 
 
 def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: Dispatch = call_now) -> Row:
@@ -32,8 +30,13 @@ def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: 
     for start in range(0, len(ids), 128):
         model.module(mx.array([ids[start : start + 128]]), cache=caches)
         mx.eval([cache.state for cache in caches])
-    pool.enter(row, caches, Decoder(sampler_for(each.sampling, model.vocab_size), [], False))
+    pool.enter(row, caches)
     return row
+
+
+def padded_tokens(pool: DecodePool) -> int:
+    """Tokens of KV that the batches hold, padding included."""
+    return sum(group.longest * len(group.rows) for group in pool._groups)
 
 
 def test_padding_is_the_joining_rows_or_the_others() -> None:
@@ -49,12 +52,12 @@ def test_a_long_row_gets_a_generator_of_its_own(model: LoadedModel) -> None:
     pool = DecodePool(model, 8)
     for seed in range(3):
         enter(pool, model, request(prompt_of(20 + seed, seed), 100))
-    assert pool.padded_tokens() == 3 * 22
-    too_long = 25 + model.active_weight_bytes // int(model.kv_bytes_per_token)
+    assert padded_tokens(pool) == 3 * 22
+    too_long = 25 + model.active_weight_bytes // int(model.sizes.per_token)
     enter(pool, model, request(prompt_of(too_long), 100))
-    assert pool.padded_tokens() == 3 * 22 + too_long
+    assert padded_tokens(pool) == 3 * 22 + too_long
     enter(pool, model, request(prompt_of(21, 9), 100))
-    assert pool.padded_tokens() == 4 * 22 + too_long
+    assert padded_tokens(pool) == 4 * 22 + too_long
     pool.discard()
 
 

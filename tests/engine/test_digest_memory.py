@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvserve.engine import digest_memory
-from kvserve.engine.digest_memory import REFRESH_SECONDS, UNUSED_SECONDS, DigestMemory
-from kvserve.engine.loaded_files import MEMORY_FILE, FileStamp
+from kvserve.engine import file_digest
+from kvserve.engine.file_digest import REFRESH_SECONDS, UNUSED_SECONDS, DigestMemory
+from kvserve.engine.model_files import MEMORY_FILE, FileStamp
 from tests.laws import num_examples
 
 STAMP = FileStamp(1, 2, 3, 1_795_518_236_420_521_416, 1_795_518_236_451_315_595)
@@ -62,7 +62,7 @@ def test_what_is_not_used_for_long_goes(tmp_path: Path, monkeypatch: pytest.Monk
     late = UNUSED_SECONDS + REFRESH_SECONDS
     memory(tmp_path, late).remember({replace(STAMP, inode=8): DIGEST})
     assert memory(tmp_path, late).find([used, unused]) == {used: DIGEST}
-    monkeypatch.setattr(digest_memory, "MAX_ENTRIES", 1)
+    monkeypatch.setattr(file_digest, "MAX_ENTRIES", 1)
     memory(tmp_path, late + 1).remember({unused: DIGEST})
     assert memory(tmp_path, late + 1).find([used, unused]) == {unused: DIGEST}
 
@@ -74,7 +74,7 @@ def test_a_place_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch
         raise OSError("no space left")
 
     lines: list[str] = []
-    monkeypatch.setattr(digest_memory.os, "fsync", full)
+    monkeypatch.setattr(file_digest.os, "fsync", full)
     DigestMemory(tmp_path, lines.append, pytest.fail).remember({STAMP: DIGEST})
     assert len(lines) == 1 and "no space left" in lines[0] and list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ from kvserve.cache.token_run import pack
 from kvserve.core import TokenDelta, TokenSequence
 from kvserve.engine import disk_cache, disk_writing
 from kvserve.engine.disk_cache import DiskCache, DiskReport
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.snapshot import KvSlice

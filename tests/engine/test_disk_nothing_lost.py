@@ -18,7 +18,7 @@ from kvserve.cache.disk_records import Entry
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.core import TokenSequence
-from kvserve.engine import disk_cache, disk_writing
+from kvserve.engine import disk_cache, disk_writing, memory
 from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
@@ -119,9 +119,9 @@ def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path, monkeyp
     all to be found, and the budget holds."""
     for name in ("LEAVE_SECONDS", "MAX_WAITS_SECONDS"):  # a busy machine's disk is not waited for in vain
         monkeypatch.setattr(disk_writing, name, WAIT_SECONDS)
-    disk = on(tmp_path, max_queued_bytes=1)
+    monkeypatch.setattr(memory, "WRITE_QUEUE_CAP", 1)
     small = replace(CACHE, max_bytes=NUM_RAM_BYTES)
-    with running_engine(family, disk=disk, cache=small, max_concurrent_requests=1) as engine:
+    with running_engine(family, disk=on(tmp_path), cache=small, max_concurrent_requests=1) as engine:
         first = generate(engine, *(turn(prompt, 8) for prompt in PROMPTS))
         report = engine.cache_report()
         assert disk_of(engine).stats.num_refused > 0 and report.stats.num_evicted_tokens > 0
@@ -135,9 +135,12 @@ def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3",)))
-def test_all_that_ram_held_is_warm_after_a_shutdown(family: str, tmp_path: Path) -> None:
+def test_all_that_ram_held_is_warm_after_a_shutdown(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped while the writer is far behind and its queue is full: every path that RAM had is on disk, to its end."""
-    with running_engine(family, disk=on(tmp_path, max_queued_bytes=1), max_concurrent_requests=1) as engine:
+    monkeypatch.setattr(memory, "WRITE_QUEUE_CAP", 1)
+    with running_engine(family, disk=on(tmp_path), max_concurrent_requests=1) as engine:
         results = generate(engine, *(turn(prompt, 8) for prompt in PROMPTS))
         paths = [[*prompt, *result.tokens, 1] for prompt, result in zip(PROMPTS, results, strict=True)]
         in_ram = [kept(engine, path)[0] for path in paths]
@@ -196,7 +199,8 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkey
     monkeypatch.setattr(disk_writing, "LEAVE_SECONDS", 0.3)
     lines: list[str] = []
     small = replace(CACHE, max_bytes=NUM_RAM_BYTES)
-    with running_engine(disk=on(tmp_path, max_queued_bytes=1), cache=small, report=lines.append) as engine:
+    monkeypatch.setattr(memory, "WRITE_QUEUE_CAP", 1)
+    with running_engine(disk=on(tmp_path), cache=small, report=lines.append) as engine:
         started = time.monotonic()
         for prompt in PROMPTS:
             generate(engine, turn(prompt, 8))
@@ -296,7 +300,8 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(FolderStore, "read", read)
     monkeypatch.setattr(DiskCache, "_insert", insert)
     monkeypatch.setattr(disk_cache, "MAX_INSERT_BYTES", 1)
-    with running_engine(disk=on(tmp_path, max_read_ahead_bytes=1)) as engine:
+    monkeypatch.setattr(memory, "READ_AHEAD_CAP", 1)
+    with running_engine(disk=on(tmp_path)) as engine:
         [result] = generate(engine, turn([*LONG, 1], 2))
     assert cached(result) >= len(LONG) and num_read >= NUM_PARTS
     assert max(ahead) <= 4

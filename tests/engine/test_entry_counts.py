@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from tests.engine.engines import CACHE, FAMILIES, Result, cached, generate, prompt_of, running_engine, turn
 from tests.laws import TWO_KINDS, sampled, sampled_cells
 

@@ -13,7 +13,7 @@ from kvserve.cache.disk_account import DiskAccount
 from kvserve.cache.disk_records import Removal
 from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.cache_records import ForgottenKv
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle
 from kvserve.engine.scheduler import Scheduler

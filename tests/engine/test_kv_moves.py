@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, PrefillProgress, TokenDelta
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import (

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.engine.kv_size import KvSize
+from kvserve.engine.model import KvSize
 
 FULL = KvSize(fixed=100, per_token=8)
 PACKED = KvSize(fixed=100, per_token=8, per_packed_token=2, packed_from=50)

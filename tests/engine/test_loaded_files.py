@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.engine.loaded_files import MEMORY_FILE, differing, file_stamps
 from kvserve.engine.model import load
+from kvserve.engine.model_files import MEMORY_FILE, differing, file_stamps
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.models import tiny_model

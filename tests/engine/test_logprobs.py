@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 from kvserve.core import GenerationDone, GenerationRequest, Grammar, TokenDelta, TokenLogprobs
 from kvserve.engine import decode_group
 from kvserve.engine.decode_group import Decoder
-from kvserve.engine.logprob_reader import LogprobReader
+from kvserve.engine.logits_processors import LogprobReader
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.rows import RequestHandle
 from kvserve.engine.worker import Engine

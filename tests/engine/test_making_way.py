@@ -11,12 +11,12 @@ import pytest
 from kvserve.cache.records import Eviction
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine import admission, kv_room, row_outline
+from kvserve.engine import admission, kv_room, rows
 from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
-from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import fixed_memory
+from kvserve.engine.model import KvSize
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
@@ -46,7 +46,7 @@ NUM_ROWS, ROW_TOKENS = 200, 50
 @pytest.fixture
 def small_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that may write without end take little room, so that a small memory holds them and is filled soon."""
-    for module in (admission, row_outline):
+    for module in (admission, rows):
         monkeypatch.setattr(module, "ANSWER_ALLOWANCE_TOKENS", 256)
 
 

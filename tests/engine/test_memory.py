@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from kvserve.engine.memory import QUIET_SECONDS, MemoryLedger
-from kvserve.engine.memory_plan import MemoryPlan
+from kvserve.engine.memory import QUIET_SECONDS, MemoryLedger, MemoryPlan
 
 PLAN = MemoryPlan(
     kv_bytes=100,

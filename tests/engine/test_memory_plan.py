@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.engine.memory_plan import MIN_REST_BYTES, WantedMemory, overdrawn, plan_memory
+from kvserve.engine.memory import MIN_REST_BYTES, WantedMemory, overdrawn, plan_memory
 
 GIB = 2**30
 MIB = 2**20

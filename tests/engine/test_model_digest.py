@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvserve.engine import model_digest
-from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.file_digest import FilePiece, hash_piece
-from kvserve.engine.loaded_files import MEMORY_FILE
+from kvserve.engine.file_digest import DigestMemory, FilePiece, hash_piece
 from kvserve.engine.model_digest import ModelDigest
+from kvserve.engine.model_files import MEMORY_FILE
 from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model
 from tests.web.fakes import eventually

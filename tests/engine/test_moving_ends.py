@@ -15,7 +15,7 @@ from kvserve.core import (
     TokenSequence,
 )
 from kvserve.engine import disk_cache
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,

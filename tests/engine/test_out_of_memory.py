@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed
+from kvserve.engine.borders import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.snapshot import CacheLayout

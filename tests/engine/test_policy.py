@@ -11,11 +11,6 @@ from kvserve.engine.policy import (
     CHUNK_SECONDS_BESIDE_STREAMS,
     MAX_OVERTAKEN,
     PREFILL_SLICE_SECONDS,
-    candidates,
-    first_token_seconds,
-    plan,
-)
-from kvserve.engine.policy_facts import (
     DecodeStep,
     Ending,
     Facts,
@@ -26,6 +21,9 @@ from kvserve.engine.policy_facts import (
     PromptFacts,
     Stream,
     WaitingPrompt,
+    candidates,
+    first_token_seconds,
+    plan,
 )
 from tests.engine import scheduling_policies
 from tests.engine.scheduling_policies import Fair, FirstComeOldestShortest

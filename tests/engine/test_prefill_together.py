@@ -11,12 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache
 
-from kvserve.engine import padded_pass as padded_pass_module
-from kvserve.engine import prefill_pool, prefill_together
+from kvserve.engine import prefill_pool
 from kvserve.engine.model import LoadedModel, load
-from kvserve.engine.padded_pass import padded_pass
 from kvserve.engine.prefill import NUM_NEWEST_CHUNKS, ChunkLength, Prefill
-from kvserve.engine.prefill_together import NUM_COPIES, SHALLOW_TOKENS, SHORT_TOKENS, companions
+from kvserve.engine.prefill_pool import NUM_COPIES, SHALLOW_TOKENS, SHORT_TOKENS, companions, padded_pass
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
@@ -104,7 +102,7 @@ class Shifted(BatchKVCache):
 def test_wrong_padding_is_seen(wrong: type, qwen3: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the comparison, and of the trial at load."""
     assert check_caches(qwen3).can_pad
-    monkeypatch.setattr(padded_pass_module, "BatchKVCache", wrong)
+    monkeypatch.setattr(prefill_pool, "BatchKVCache", wrong)
     assert worst_difference(qwen3, [(0, 30), (50, 12)]) > 100 * LOGIT_TOLERANCE
     assert not check_caches(qwen3).can_pad
 
@@ -158,7 +156,7 @@ def test_nobody_goes_together_where_it_costs_more_than_it_saves(
     deep = [waiting(60, num_done=SHALLOW_TOKENS - 60) for _ in range(3)]
     assert company(qwen3, deep) == [0, 1, 2]
     assert company(qwen3, deep, num_weight_bytes=0) == [0, 1, 2], "next to nothing is copied"
-    monkeypatch.setattr(prefill_together, "NEGLIGIBLE_COPY_BYTES", 0)
+    monkeypatch.setattr(prefill_pool, "NEGLIGIBLE_COPY_BYTES", 0)
     num_bytes = int(NUM_COPIES * 3 * SHALLOW_TOKENS * qwen3.sizes.per_token / 2)
     assert company(qwen3, deep, num_weight_bytes=num_bytes - 1) == [0]
     assert company(qwen3, deep, num_weight_bytes=num_bytes) == [0, 1, 2], "three are worth it where two are not"
@@ -209,7 +207,7 @@ def test_warm_turns_that_come_together_are_prefilled_together(monkeypatch: pytes
         for prompt in known:
             generate(engine, request(prompt, 1))
         passes = Passes(monkeypatch)
-        monkeypatch.setattr("kvserve.engine.prefill_together._is_worth_it", lambda *_: True)  # the weights are tiny
+        monkeypatch.setattr("kvserve.engine.prefill_pool._is_worth_it", lambda *_: True)  # the weights are tiny
         for answer, tokens, prompt in zip(
             generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, known, strict=True
         ):
@@ -225,7 +223,7 @@ def test_a_shared_pass_that_breaks_costs_nobody_anything(monkeypatch: pytest.Mon
     with running_engine(report=lines.append) as engine:
         expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         passes = Passes(monkeypatch)
-        monkeypatch.setattr("kvserve.engine.prefill_together.padded_pass", _break)
+        monkeypatch.setattr("kvserve.engine.prefill_pool.padded_pass", _break)
         for answer, tokens in zip(
             generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, strict=True
         ):

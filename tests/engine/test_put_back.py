@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, TokenDelta
-from kvserve.engine import decode, row_outline, turn_order
+from kvserve.engine import decode, turn_order
 from kvserve.engine import rows as rows_module
 from kvserve.engine.admission import Admission
 from kvserve.engine.cache_records import Totals
@@ -189,7 +189,7 @@ def test_a_row_that_is_put_back_before_its_first_token_has_found_nothing(monkeyp
 @pytest.mark.parametrize("family", sampled(THREE_KINDS, ("qwen3_5",)))
 def test_a_row_that_is_put_back_waits_until_there_is_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who lets it in counts as who puts it back: it came and went thousands of times, and the other one stood still."""
-    monkeypatch.setattr(row_outline, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
+    monkeypatch.setattr(rows_module, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
     monkeypatch.setattr(decode, "extra_padding_tokens", lambda *_: 10**12)  # each by itself, as of other lengths
     with full_engine(family, 680, 0.99) as engine, put_backs_counted() as rows:
         ends = [found.end for found in generate(engine, *(request(prompt_of(60, seed), 200) for seed in (0, 1)))]

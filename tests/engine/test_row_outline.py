@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, plan_stops
 from kvserve.core import ImageSpan, MessageStart, TokenSequence
-from kvserve.engine.row_outline import outline
+from kvserve.engine.rows import outline
 from tests.laws import num_examples
 
 SYSTEM, USER, ANSWER = MessageStart(0, is_user=False), MessageStart(4, is_user=True), MessageStart(7, is_user=False)

@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from kvserve.engine import self_check as self_check_module
-from kvserve.engine.batch_kv import BatchKv, RowKv
+from kvserve.engine.kv_buffers import BatchKv, RowKv
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import BatchPackedCache, KvSettings
 from kvserve.engine.self_check import check_caches
@@ -235,7 +235,7 @@ def test_a_model_that_cannot_compute_a_row_raises(monkeypatch: pytest.MonkeyPatc
 
 def test_forbidden_tokens_do_not_count_and_no_number_is_an_error() -> None:
     """A logit of minus infinity on both sides is no difference; on one side, or without a number, it is."""
-    error = self_check_module._error
+    error = self_check_module.logits_error
     logits = mx.array([1.0, -2.0, -mx.inf, 4.0])
     assert error(logits, logits) == 0
     assert 0 < error(logits + mx.array([0.0, 0.01, 0.0, 0.0]), logits) < 0.01

@@ -10,7 +10,7 @@ import pytest
 from kvserve.cache.node import Node
 from kvserve.cache.trie import Trie
 from kvserve.core import GenerationRequest, ImageFacts, ImageInput, TokenSequence
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.vision_tower import Features, Tower
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warming import WarmJob, WarmSettings

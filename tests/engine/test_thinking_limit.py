@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import ThinkingLimit
-from kvserve.engine.thinking_limit import ThinkingLimiter
+from kvserve.engine.logits_processors import ThinkingLimiter
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model

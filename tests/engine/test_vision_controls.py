@@ -8,7 +8,7 @@ import pytest
 
 from kvserve.core import TokenSequence
 from kvserve.engine.vision import RopeShift
-from kvserve.engine.vision_row import RowImages
+from kvserve.engine.vision_pass import RowImages
 from kvserve.engine.vision_tower import Features, Tower
 from tests.engine.engines import assert_close, generate, running_engine
 from tests.engine.test_vision import Sighted

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import TokenSequence
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmJob, WarmKind

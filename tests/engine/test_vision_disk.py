@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from tests.engine.engines import assert_exact, cached, generate, running_engine
 from tests.engine.test_vision import Sighted
 from tests.engine.visions import QUICK, VISION, picture

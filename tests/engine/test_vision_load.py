@@ -70,7 +70,7 @@ def test_a_family_that_fails_the_trial_is_served_alone(monkeypatch: pytest.Monke
 
 def test_a_family_whose_positions_are_counted_otherwise_refuses_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not understood is not served."""
-    monkeypatch.setattr(vision_check._Trial, "wrong_positions", lambda self: "it counts otherwise")
+    monkeypatch.setattr(vision_check._ImageTrial, "wrong_positions", lambda self: "it counts otherwise")
     with running_engine("qwen3_vl") as engine:
         model = engine.wait_until_ready(0)
         assert model.vision is None

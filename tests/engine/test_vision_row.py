@@ -17,7 +17,7 @@ from kvserve.core import (
     TokenSequence,
 )
 from kvserve.engine.vision import RopeShift
-from kvserve.engine.vision_row import RowImages, image_index
+from kvserve.engine.vision_pass import RowImages, image_index
 from kvserve.errors import EngineFailure
 
 Layout = list[tuple[int, tuple[int, int, int]]]

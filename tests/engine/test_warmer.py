@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationRequest, MessageStart, TokenSequence
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.rows import RequestHandle
 from kvserve.engine.snapshot import CacheLayout

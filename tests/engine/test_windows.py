@@ -13,8 +13,8 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from kvserve.cache.disk_blob import BlobName, unpack_blob
 from kvserve.core import MessageStart
 from kvserve.engine import disk_writing
+from kvserve.engine.blobs import NotReadable, joined, since
 from kvserve.engine.snapshot import StateSnapshot
-from kvserve.engine.windows import PartsApart, joined, since
 from kvserve.engine.worker import Engine
 from tests.engine.engines import assert_exact, cached, cold, generate, prompt_of, running_engine, turn
 from tests.engine.test_disk_cache import disk_of, on, settle
@@ -73,9 +73,9 @@ def test_a_part_goes_on_from_its_own_base_only(num_tokens: int) -> None:
     """Not from a state that is further back, or further on."""
     part = since(state(15), 3)
     assert part is not None and seen(joined(state(12), part)) == seen(state(15))
-    with pytest.raises(PartsApart):
+    with pytest.raises(NotReadable):
         joined(state(num_tokens), part)
-    with pytest.raises(PartsApart):
+    with pytest.raises(NotReadable):
         joined(StateSnapshot((window(12),), 0), part)
 
 

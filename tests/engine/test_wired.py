@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from kvserve.engine.memory_plan import plan_memory
+from kvserve.engine.memory import plan_memory
 from kvserve.engine.wired import WiredLimit, batch_generator, wired_bytes
 from tests.engine.engines import generate, prompt_of, request, running_engine
 from tests.laws import sampled_cells

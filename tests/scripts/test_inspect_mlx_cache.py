@@ -13,7 +13,7 @@ from kvserve.cache.disk_blob import BlobHead, BlobName, pack_blob, parent_of_fir
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.token_run import TokenRun, pack
 from kvserve.core import TokenSequence
-from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import DiskSettings
 from tests.engine.engines import assert_exact, cached, cold, generate, prompt_of, running_engine, turn
 from tests.engine.test_disk_cache import usable
 from tests.engine.test_windows import NEW_TOKENS, converse
