@@ -1,6 +1,6 @@
 """Counts the package: code lines (no blanks, comments, docstrings), files, functions, names that occur twice.
 
-Usage: python .context/rooms/count.py [ROOT] [--json]     (ROOT holds kvserve/; standard library only)
+Usage: python .context/count.py [ROOT] [--json]     (ROOT holds kvserve/; standard library only)
 """
 
 import ast
