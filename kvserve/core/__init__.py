@@ -19,7 +19,7 @@ from kvserve.core.answers import (
     Usage,
     Waiting,
 )
-from kvserve.core.calls import CallParts, CallRow, CallSlot
+from kvserve.core.calls import CallParts, CallRow, CallSlot, PairParts
 from kvserve.core.generation import (
     Awaiting,
     GenerationDone,
