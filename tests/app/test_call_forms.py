@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvserve.app.call_forms import unheld_calls
-from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
+from kvserve.app.model_factory import read_calls
 from kvserve.core import CallRow
-from kvserve.output.formats import select_format
+from kvserve.output.formats import own_call_tag, select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.template import ChatTemplate
@@ -29,7 +29,7 @@ UNHELD = {
 
 
 def row_of(of: Family) -> CallRow | NoRow | None:
-    is_known = any(tag in (of.tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
+    is_known = own_call_tag(of.tokenizer.chat_template or "") is not None
     return None if is_known else call_row(of.tokenizer, read_calls)
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
+from kvserve.app.model_factory import read_calls
 from kvserve.core import (
     CallParts,
     CallRow,
@@ -17,6 +17,7 @@ from kvserve.core import (
     ToolResultBlock,
     ToolSpec,
 )
+from kvserve.output.formats import own_call_tag
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
@@ -91,10 +92,9 @@ def source_of(name: str) -> str:
 def found_row(name: str) -> CallRow | NoRow:
     """What is derived from a template that is not read by the forms that are known anyway."""
     source = source_of(name)
-    known = [tag for tag in OWN_TOOL_TAGS if tag in source]
-    return (
-        NoRow(f"{known[0]} is read anyway") if known else find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
-    )
+    if (known := own_call_tag(source)) is not None:
+        return NoRow(f"{known} is read anyway")
+    return find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
 
 
 class DerivedRows(Mapping[str, CallRow]):
