@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from kvserve.app.model_factory import read_calls
 from kvserve.core import CallRow, JsonObject, PairParts, ToolChoice, ToolSpec
+from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.splitter import Splitter
+from kvserve.output.stop import StopScanner
 from kvserve.output.tool_parsers.form import CallForm
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
@@ -333,6 +335,22 @@ def test_the_next_prompt_begins_with_pairs(name: str) -> None:
     kept = talk.answer(of.tokenizer.encode(text))
     assert talk.results("done") == 1
     assert num_common(kept, talk.stitched().ids) == len(kept)
+
+
+@pytest.mark.parametrize("name", sampled(PAIRS, {"told", "own_lines"}))
+def test_the_one_allowed_call_in_pairs_is_closed_as_the_template_writes_it(name: str) -> None:
+    """Wherever tokens end, its tokens and what closes it are the template's text; those of a second call are not."""
+    of, text = family_of(name), written(name, ("read_file", {"path": "a b  c", "lines": 3}))
+    more = written(name, ("read_file", {"path": "a b  c", "lines": 3}), ("any", {}))
+    for said in (text, more):
+        for split in range(0, len(said), 7):
+            ids = of.tokenizer.encode(said[:split]) + of.tokenizer.encode(said[split:])
+            splitter = Splitter(of.output_format, starts_in_reasoning=False, tools=TOOLS)
+            answer = AnswerReader(of.tokenizer.detokenizer(()), StopScanner(()), splitter, allows_many_calls=False)
+            [_] = calls_of([delta for token in ids for delta in answer.feed([token])])
+            kept = answer.said_tokens()
+            closed = ids[: kept.num_tokens] + (of.tokenizer.encode(kept.rest) if kept.rest else ())
+            assert of.tokenizer.decode(closed) == text
 
 
 # --- templates that nobody wrote --------------------------------------------------------------------------------------
