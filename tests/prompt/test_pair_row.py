@@ -195,10 +195,14 @@ def test_what_only_looks_like_a_call_in_pairs_stays_text(name: str) -> None:
 
 @every_form
 def test_a_tool_that_is_not_offered_takes_no_neighbour_in_pairs(name: str) -> None:
-    """Beside one that is offered it is called, as in other forms, where one text holds both."""
-    text = written(name, ("remove_file", {"path": "a"}), ("read_file", {"path": "b"}), ("remove_file", {}))
-    called = [tool for tool, _ in read(family_of(name).output_format, [text])[0]]
-    assert "read_file" in called
+    """Beside one that is offered it is called, as in other forms, where one text holds both; else it is text, whole."""
+    other: tuple[str, JsonObject] = ("remove_file", {"path": "a"})
+    for calls in ([other, ("read_file", {"path": "b"}), ("remove_file", {}), other], [other, ("read_file", {})]):
+        found, content = read(family_of(name).output_format, [written(name, *calls)])
+        if PAIRED[name].closing != (PAIRED[name].call_end,):
+            assert [(tool, json.loads(each)) for tool, each in found] == calls and content == ""
+        else:
+            assert [tool for tool, _ in found] == ["read_file"] and content.count("remove_file") == len(calls) - 1
 
 
 @every_form

@@ -126,28 +126,29 @@ class _Reading:
     def follow(self, word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
         """Reads on behind the first tag of the next call, or of what closes the calls; None if that is all of it."""
         if self.next_call and word == self.next_call[0]:
-            return self._calls(self.next_head, tools, draft)
+            return self._calls(self.next_head, tools, draft, is_beside=True)
         return _closing(self.close[1:]) if self.close[1:] else None
 
-    def _calls(self, head: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
-        """A call behind `head`. Calls of tools that are not offered wait for one of a tool that is."""
+    def _calls(self, head: str, tools: Sequence[ToolSpec], draft: Draft, *, is_beside: bool = False) -> Scan:
+        """A call behind `head`. Calls of tools that are not offered wait for one of a tool that is, unless one
+        `is_beside` them already."""
         before: list[ParsedCall] = []
         offered = Offered(frozenset(tool.name for tool in tools), alone=False)
         while True:
             place = yield from _head(list(self._paths(head, offered)))
             is_offered = place.called in offered.names
-            if is_offered:
+            counts = is_offered or is_beside
+            if counts:
                 draft.before = tuple((call.name, write_json(dict(call.arguments))) for call in before)
                 draft.closing = (_text(self.row.closing)[len(self.row.call_end.rstrip()) :],)
-            else:
-                draft.is_other = True
+            draft.is_other = not is_offered
             arguments = TypedArguments(place.called, tools, draft, self.values.lines)
             chain: Chain = self.end
             if not place.path.closes:
                 chain, num_last = yield from self._arguments(arguments)
-                draft.num_behind = num_last if is_offered and chain != self._last(()) else 0
+                draft.num_behind = num_last if counts and chain != self._last(()) else 0
             before.append(arguments.call())
-            if is_offered:
+            if counts:
                 return before
             if not self.next_call or chain == self._last(self.close):
                 raise NotACall("no call of an offered tool")
