@@ -159,7 +159,7 @@ def test_what_is_not_held_in_the_models_own_form_is_said(app: AppUnderTest, tmp_
         {"tools": TOOLS, "response_format": {"type": "json_object"}},
     ]
     free: list[dict[str, object]] = [{}, {"tools": TOOLS}, {"tools": STRICT_TOOLS, "tool_choice": "none"}]
-    reason = "its arguments are not one JSON object"
+    reason = "it does not write every call as the row says"
     with serving(tmp_path, template[:start] + pairs + template[end:]) as other:
         assert sum(reason in line for line in other.lines()) == 1, other.lines()
         assert all(reason in notes_of(other, **fields) for fields in promised)

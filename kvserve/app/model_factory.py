@@ -28,7 +28,7 @@ from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
-from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.formats import OutputFormat, own_call_tag, select_format
 from kvserve.output.said import GeneratedMessage, MessageReader
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.boundaries import learn_markers
@@ -45,8 +45,6 @@ from kvserve.requests.turn_facts import Observer
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
 from kvserve.warming.prewarming import warm_learned
-
-OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class ModelFactory:
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
         added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
-        is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
+        is_known = own_call_tag(tokenizer.chat_template or "") is not None
         row = None if is_known else call_row(tokenizer, read_calls)
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits

@@ -19,6 +19,7 @@ from kvserve.core.answers import (
     Usage,
     Waiting,
 )
+from kvserve.core.calls import CallParts, CallRow, CallSlot, PairParts
 from kvserve.core.generation import (
     Awaiting,
     GenerationDone,
@@ -40,9 +41,6 @@ from kvserve.core.generation import (
 )
 from kvserve.core.messages import (
     Block,
-    CallParts,
-    CallRow,
-    CallSlot,
     ImageBlock,
     JsonObject,
     Message,

@@ -5,7 +5,6 @@ template."""
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 type JsonObject = Mapping[str, object]
@@ -145,33 +144,3 @@ def tool_blocks(messages: Iterable[Message]) -> list[ToolBlock]:
         for inner in (block.blocks if isinstance(block, ToolResultBlock) else (block,))
         if isinstance(inner, ToolBlock)
     ]
-
-
-# --- how a template writes calls -------------------------------------------------------------------------------------
-
-
-class CallSlot(Enum):
-    """What stands at a place of a written call and is another in each: its id, or its number."""
-
-    ID = "id"
-    NUMBER = "number"
-
-
-type CallParts = tuple[str | CallSlot, ...]
-"""Text that is always the same, and slots, in the order in which they are written."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallRow:
-    """How a template writes the calls of a message, where a call's arguments are one JSON object:
-
-        opening NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* closing
-
-    `between` None: it writes one call in a message. `has_short_ids`: it takes ids of nine letters and digits only.
-    """
-
-    opening: CallParts
-    middle: CallParts
-    between: CallParts | None
-    closing: CallParts
-    has_short_ids: bool = False

@@ -9,19 +9,53 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvserve.core import CallParts, CallRow, CallSlot, ToolSpec
+from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
 from kvserve.output.enforced import ANY_OBJECT, Enforced, allows_any_text, described, enforced
 from kvserve.output.formats import OutputFormat
-from kvserve.output.lark import Lark, quote
+from kvserve.output.lark import Lark, escaped, quote
 from kvserve.output.tool_parsers import derived, glm, hermes, qwen_coder
-from kvserve.output.tool_parsers.arguments import types_of, write_argument
+from kvserve.output.tool_parsers.arguments import JSON_TYPES, STRING, types_of, write_argument
 
+ANY_VALUE = Enforced({"type": sorted(JSON_TYPES - STRING)}, is_strict=True)
+"""Whatever is no string."""
 _BARE = "qwen_coder_bare"
 _SPACES = r"[ \t\r\n]*"
 _SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
 _SHORT_SLOTS = {**_SLOTS, CallSlot.ID: "/[A-Za-z0-9]{9}/"}
+
+
+type Pair = Callable[[str, str], str]
+"""Writes a key and the rule of its value, which ends with what closes the argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairForm:
+    """How a form writes one argument, with `between` two of them; a key holds none of the characters in `stops`.
+    `other` writes what is no string, where the form tells them apart."""
+
+    pair: Pair
+    closing: str
+    between: str = ""
+    stops: str = "<>"
+    other: Pair | None = None
+
+    @property
+    def tells_strings(self) -> bool:
+        """Whether an argument says if its value is a string."""
+        return self.other is not None
+
+    def written(self, key: str, strings: Sequence[str], others: Sequence[str]) -> str:
+        """The argument with one of these values."""
+        if self.other is None:
+            return self.pair(key, _any(*strings, *others))
+        pairs = [write(key, _any(*each)) for write, each in ((self.pair, strings), (self.other, others)) if each]
+        return _any(*pairs)
+
+
+def _any(*alternatives: str) -> str:
+    return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +218,8 @@ class CallGrammar:
             case derived.NAME:
                 row = self._row
                 assert row is not None, "this form has a row"
+                if row.pairs is not None:
+                    return f"{quote(name)} {self._parts(row.middle)} {self._row_pairs(tool, parameters, row.pairs)}"
                 return f"{quote(name)} {self._any_of(row.middle)} {lark.json(parameters)}"
             case "harmony":
                 return (
@@ -191,23 +227,36 @@ class CallGrammar:
                     f'"json" {lark.tag(harmony.MESSAGE)} {lark.json(parameters)}'
                 )
             case "glm":
-                pairs = self._pairs(tool, parameters, _glm_pair(lark), closing=glm.VALUE_CLOSE)
+                pairs = self._pairs(tool, parameters, PairForm(_glm_pair(lark), glm.VALUE_CLOSE))
                 return f"{quote(name)} {pairs} /\\n?/ {lark.tag(glm.CLOSE)}"
             case "qwen_coder" | "qwen_coder_bare":
                 closing = f"\n{qwen_coder.PARAMETER_CLOSE}"
-                pairs = self._pairs(tool, parameters, _qwen_pair, closing=closing)
+                pairs = self._pairs(tool, parameters, PairForm(_qwen_pair, closing))
                 if form == _BARE:
                     return f"{quote(f'{name}>\n')} {pairs} {quote(qwen_coder.FUNCTION_CLOSE)}"
                 return (
                     f"{quote(f'\n{qwen_coder.FUNCTION_OPEN}{name}>\n')} {pairs} "
                     f"{quote(f'{qwen_coder.FUNCTION_CLOSE}\n')} {lark.tag(qwen_coder.CLOSE)}"
                 )
-        head = quote(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
-        return f'{head} {lark.json(parameters)} "}}\\n" {lark.tag(hermes.CLOSE)}'
+            case "hermes":
+                head = quote(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+                return f'{head} {lark.json(parameters)} "}}\\n" {lark.tag(hermes.CLOSE)}'
+        raise ValueError(f"no grammar writes calls of the form {form}")
 
     # --- arguments as pairs -------------------------------------------------------------------------------------------
 
-    def _pairs(self, tool: OfferedTool, parameters: Enforced, pair: Callable[[str, str], str], *, closing: str) -> str:
+    def _row_pairs(self, tool: OfferedTool, parameters: Enforced, pairs: PairParts) -> str:
+        """The arguments as the template writes them."""
+
+        def pair(lead: str) -> Pair:
+            before, behind = self._parts((pairs.opening,)), self.lark.tag(lead)
+            return lambda key, value: f"{before} {key} {behind} {value}"
+
+        other = None if pairs.other_value is None else pair(pairs.other_value)
+        form = PairForm(pair(pairs.value), pairs.closing, pairs.between, f"<>{pairs.value[0]}", other)
+        return self._pairs(tool, parameters, form)
+
+    def _pairs(self, tool: OfferedTool, parameters: Enforced, form: PairForm) -> str:
         """The arguments in the schema's order; any arguments if the schema names none."""
         schema = parameters.schema
         properties = schema.get("properties")
@@ -215,36 +264,68 @@ class CallGrammar:
         required = _strings(schema.get("required"))
         schemas = {**schemas, **{key: {} for key in required if key not in schemas}}
         if not schemas and schema.get("additionalProperties") is not False:
-            return f"({pair(r'/[^<>\r\n]+/', self.lark.text_before(closing))})*"
-        written: list[str] = []
+            one = self._any_pair(form)
+            return f"({one} ({self.lark.tag(form.between)} {one})*)?" if form.between else f"({one})*"
+        written: list[tuple[str, bool]] = []
         for key, own in schemas.items():
             if own is False:
                 continue
-            if not key or set(key) & set("<>\r\n"):
+            if not key or set(key) & {*form.stops, *"\r\n"}:
                 self._lose(tool, f"the key {key!r}, which the model's form of calls cannot write")
                 continue
-            one = pair(quote(key), self._value(tool, key, own, parameters, closing))
-            written.append(one if key in required else f"({one})?")
-        return " ".join(written)
+            written.append((self._pair(tool, key, own, parameters, form), key in required))
+        return self._in_order(written, form)
 
-    def _value(self, tool: OfferedTool, key: str, schema: object, parameters: Enforced, closing: str) -> str:
-        """One argument's value and its closing tag."""
+    def _in_order(self, written: Sequence[tuple[str, bool]], form: PairForm) -> str:
+        """These arguments, each with whether it is required, with what stands between two of them."""
+        if not form.between:
+            return " ".join(one if is_required else f"({one})?" for one, is_required in written)
+        first, later = '""', ""
+        for one, is_required in reversed(written):
+            own, behind = self.lark.rule(one), f"{self.lark.tag(form.between)} "
+            first = self.lark.rule(f"{own} {later}" if is_required else f"{own} {later} | {first}")
+            later = f"{behind}{own} {later}" if is_required else f"({behind}{own})? {later}"
+        return first
+
+    def _any_pair(self, form: PairForm) -> str:
+        """Any argument with any value."""
+        key = f"/[^{''.join(map(escaped, form.stops))}\\r\\n]+/"
+        values = [self.lark.text_before(form.closing)]
+        return form.written(key, values, [self._other(ANY_VALUE, form)] if form.tells_strings else [])
+
+    def _other(self, value: Enforced, form: PairForm) -> str:
+        return f"{self.lark.json(value)} {self.lark.tag(form.closing)}"
+
+    def _pair(self, tool: OfferedTool, key: str, schema: object, parameters: Enforced, form: PairForm) -> str:
+        """One argument with its value and closing tag."""
         own, root = schema if isinstance(schema, Mapping) else {}, parameters.schema
-        end = self.lark.tag(closing)
         match (own.get("enum"), "const" in own):
             case ([_, *_] as choices, _):
-                return f"({' | '.join(quote(write_argument(choice)) for choice in choices)}) {end}"
+                return self._one_of(key, choices, form)
             case (_, True):
-                return f"{quote(write_argument(own['const']))} {end}"
+                return self._one_of(key, [own["const"]], form)
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        types = types_of(own, root)
+        others = types - STRING if form.tells_strings else types
+        texts: list[str] = []
         value = enforced({**shared, **own}, tool.path, strict=tool.spec.strict)
-        if "string" in types_of(own, root):
+        if "string" in types:
             if not allows_any_text(value):
                 self._lose(tool, f"properties.{key}, as the model's form of calls leaves a text's inside free")
-            return self.lark.text_before(closing)
+            texts = [self.lark.text_before(form.closing)]
+            if not (form.tells_strings and others):
+                return form.written(quote(key), texts, [])
+            value = enforced({**shared, **own, "type": sorted(others)}, tool.path, strict=tool.spec.strict)
         new = (place for place in value.left_out if place not in parameters.left_out)
         self._left_out += (f"properties.{key}.{place}" for place in new)
-        return f"{self.lark.json(value)} {end}"
+        return form.written(quote(key), texts, [self._other(value, form)])
+
+    def _one_of(self, key: str, choices: Sequence[object], form: PairForm) -> str:
+        written: dict[bool, list[str]] = {True: [], False: []}
+        for choice in choices:
+            value = f"{quote(write_argument(choice))} {self.lark.tag(form.closing)}"
+            written[isinstance(choice, str)].append(value)
+        return form.written(quote(key), written[True], written[False])
 
     def _lose(self, tool: OfferedTool, what: str) -> None:
         """Note that a part of a tool's schema is not enforced. Raises BadRequest for a strict tool."""

@@ -137,6 +137,12 @@ def select_format(
     return OutputFormat(forms[0].name, THINK, forms)
 
 
+def own_call_tag(template_text: str) -> str | None:
+    """The tag in a template's text of a form that is read whatever the template writes; None if none stands there."""
+    tags = (*(form.open_tag for form in _HERMES_FIRST), harmony.CHANNEL)
+    return next((tag for tag in tags if tag in template_text), None)
+
+
 def _own_forms(model_family: str, template_text: str) -> tuple[CallForm, ...]:
     if model_family == "glm4" or (model_family == "auto" and "<arg_key>" in template_text):
         return _GLM_FIRST

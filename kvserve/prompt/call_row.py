@@ -1,4 +1,4 @@
-"""Derives one chat template's form of calls with JSON arguments, at load, by rendering calls.
+"""Derives one chat template's form of calls, at load, by rendering calls. `pair_row.py` knows arguments in pairs.
 
 What is the same in every rendered call is the form. A form is accepted only if new calls are rendered in it and the
 reader that is handed in reads them back.
@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
+from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
+from kvserve.prompt.pair_row import Unlike, behind_pairs, find_pairs, hard_pairs, typed_tools
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
 from kvserve.prompt.steps import Kind, PromptStep, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
@@ -27,8 +28,9 @@ HARD = json.dumps(
     },
     ensure_ascii=False,
 )
-"""Arguments that every form must keep unchanged."""
+"""Arguments that every form must keep unchanged as JSON."""
 
+_TWO_WAYS = "it writes two calls in different ways"
 _TOOLS = tuple(replace(PROBE_TOOL, name=name) for name in NAMES)
 
 _ENDINGS: tuple[tuple[Kind, ...], ...] = (("user",), ())
@@ -46,8 +48,8 @@ class NoRow:
     reason: str
 
 
-class _Unlike(Exception):
-    """A row cannot express what the template writes. It never leaves this file."""
+class _NotJson(Unlike):
+    """A call's arguments are not one JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class _Asker:
         """The text before and behind a plain answer."""
         before, found, behind = self._rendered([PromptStep("assistant", ANSWER)]).partition(ANSWER)
         if not found:
-            raise _Unlike("it writes no plain answer there")
+            raise Unlike("it writes no plain answer there")
         return before, behind
 
     def calls(self, *arguments: str) -> tuple[str, tuple[ToolCallBlock, ...]]:
@@ -89,7 +91,7 @@ class _Asker:
         tools = tool_dicts(self.prober.tools)
         text = template.render(messages, tools, add_generation_prompt=tail, arguments=arguments)
         if not isinstance(text, str):
-            raise _Unlike(f"it refuses: {text.reason}")
+            raise Unlike(f"it refuses: {text.reason}")
         return text
 
 
@@ -117,7 +119,7 @@ def find_call_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | No
         try:
             row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls), reads)
             return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
-        except _Unlike as unlike:
+        except Unlike as unlike:
             reasons.append(str(unlike))
     return NoRow(reasons[0])
 
@@ -128,11 +130,14 @@ def _why_no_calls(prober: Prober, form: WireForm) -> str:
 
 
 def _derived(asker: _Asker, reads: ReadsCalls) -> CallRow:
-    """Raises _Unlike."""
+    """Raises Unlike."""
     answer = asker.answer()
-    single = _gaps(*asker.calls(_easy(0)))
-    several = [_gaps(*asker.calls(*map(_easy, range(number)))) for number in ((2, 3) if asker.parallel else ())]
-    row = _row(asker, *answer, [single, *several])
+    try:
+        row = _row(asker, *answer, _seen(asker, None))
+    except _NotJson:
+        pairs = find_pairs(lambda arguments: asker.calls(json.dumps(arguments))[0], NAMES[0])
+        row = replace(_row(asker, *answer, _seen(asker, pairs)), pairs=pairs)
+    _check_shape(asker, row)
     _check(asker, row, reads)
     return row
 
@@ -150,25 +155,40 @@ class _Gaps:
     behind: tuple[CallParts, ...]
 
 
-def _gaps(text: str, calls: Sequence[ToolCallBlock]) -> _Gaps:
+def _seen(asker: _Asker, pairs: PairParts | None) -> list[_Gaps]:
+    """The gaps around one, two and three calls, whose arguments are JSON or `pairs`."""
+    numbers = (1, 2, 3) if asker.parallel else (1,)
+    return [_gaps(*asker.calls(*map(_easy, range(number))), pairs) for number in numbers]
+
+
+def _gaps(text: str, calls: Sequence[ToolCallBlock], pairs: PairParts | None) -> _Gaps:
     texts: list[str] = []
     position = 0
     for call in calls:
         name = text.find(call.name, position)
-        brace = text.find("{", name + len(call.name))
         if name < 0:
-            raise _Unlike("it does not write the name of a call, or writes no call there")
-        end = _behind_arguments(text, brace, call) if brace >= 0 else None
+            raise Unlike("it does not write the name of a call, or writes no call there")
+        behind_name = name + len(call.name)
+        start = text.find("{", behind_name) if pairs is None else _pairs_start(text, behind_name, call, pairs)
+        end = _behind_arguments(text, start, call, pairs) if start >= 0 else None
         if end is None:
-            raise _Unlike("its arguments are not one JSON object")
-        texts += [text[position:name], text[name + len(call.name) : brace]]
+            raise _NotJson("its arguments are not one JSON object") if pairs is None else Unlike(_TWO_WAYS)
+        texts += [text[position:name], text[behind_name:start]]
         position = end
     parts = [_with_ids(piece, calls) for piece in (*texts, text[position:])]
     return _Gaps(parts[0], tuple(parts[1::2]), tuple(parts[2::2]))
 
 
-def _behind_arguments(text: str, start: int, call: ToolCallBlock) -> int | None:
+def _pairs_start(text: str, behind_name: int, call: ToolCallBlock, pairs: PairParts) -> int:
+    key = text.find(next(iter(json.loads(call.arguments))), behind_name)
+    start = key - len(pairs.opening)
+    return start if start >= behind_name else -1
+
+
+def _behind_arguments(text: str, start: int, call: ToolCallBlock, pairs: PairParts | None) -> int | None:
     """Where the call's arguments end; None if the template wrote something else, such as 1 for true."""
+    if pairs is not None:
+        return behind_pairs(text, start, pairs, json.loads(call.arguments))
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except ValueError:
@@ -200,26 +220,35 @@ def _row(asker: _Asker, before_answer: str, behind_answer: str, seen: Sequence[_
         opening = _numbered(opening, between)
     closing = _alike([_without_end(gaps.behind[-1], behind_answer) for gaps in seen])
     row = CallRow(opening, middle, between, closing)
-    _check_shape(asker, row)
     end = _TAG.match(behind_answer.lstrip())
     if end is not None and any(end[0] in part for part in opening if isinstance(part, str)):
-        raise _Unlike("calls stand in a message of their own")
+        raise Unlike("calls stand in a message of their own")
     return row
 
 
 def _check_shape(asker: _Asker, row: CallRow) -> None:
     if not row.opening or not isinstance(row.opening[0], str):
-        raise _Unlike("nothing stands before a call's name")
-    if not row.middle or not isinstance(row.middle[-1], str):
-        raise _Unlike("nothing stands between a call's name and its arguments")
+        raise Unlike("nothing stands before a call's name")
+    if row.pairs is not None:
+        _check_pairs(row)
+    elif not row.middle or not isinstance(row.middle[-1], str):
+        raise Unlike("nothing stands between a call's name and its arguments")
     if row.between is not None and (not row.between or not isinstance(row.between[0], str)):
-        raise _Unlike("nothing stands between two calls")
+        raise Unlike("nothing stands between two calls")
     if _TAG.match(row.opening[0]):
         return
     if not row.opening[0].startswith("{"):
-        raise _Unlike(f"no tag stands before a call: {row.opening[0]!r}")
+        raise Unlike(f"no tag stands before a call: {row.opening[0]!r}")
     if any(opening in asker.prober.template.source for opening, _ in REASONING_TAGS):
-        raise _Unlike("a call without a tag cannot be told from text behind thinking")
+        raise Unlike("a call without a tag cannot be told from text behind thinking")
+
+
+def _check_pairs(row: CallRow) -> None:
+    """A call ends with a text of its own, whether another one follows or none."""
+    if any(CallSlot in map(type, parts) for parts in (row.opening, row.middle, row.between or (), row.closing)):
+        raise Unlike("ids or numbers stand around arguments that are pairs")
+    if not row.call_end.strip():
+        raise Unlike("nothing ends a call whose arguments are pairs")
 
 
 def _alike(gaps: Sequence[CallParts]) -> CallParts:
@@ -237,12 +266,12 @@ def _alike(gaps: Sequence[CallParts]) -> CallParts:
         pieces = [piece if isinstance(piece, list) else [] for piece in same]
         texts = {tuple(piece[::2]) for piece in pieces}
         if len(texts) != 1:
-            raise _Unlike("it writes two calls in different ways")
+            raise Unlike(_TWO_WAYS)
         for index, piece in enumerate(one):
             is_number = index % 2 and len({other[index] for other in pieces}) > 1
             _append(found, CallSlot.NUMBER if is_number else piece)
     if len({len(gap) for gap in gaps}) != 1:
-        raise _Unlike("it writes two calls in different ways")
+        raise Unlike(_TWO_WAYS)
     return tuple(found)
 
 
@@ -301,21 +330,23 @@ def _without_end(ending: CallParts, behind_answer: str) -> CallParts:
 
 
 def _check(asker: _Asker, row: CallRow, reads: ReadsCalls) -> None:
-    """Check that new calls are rendered in the row's form and read back. Raises _Unlike."""
-    several = () if row.between is None else ([HARD, HARD], ["{}", HARD, _easy(2)])
-    for arguments in ([HARD], ["{}"], *several):
+    """Check that new calls are rendered in the row's form and read back. Raises Unlike."""
+    hard = HARD if row.pairs is None else json.dumps(hard_pairs(row), ensure_ascii=False)
+    tools = _TOOLS if row.pairs is None else typed_tools(NAMES, json.loads(hard))
+    several = () if row.between is None else ([hard, hard], ["{}", hard, _easy(2)])
+    for arguments in ([hard], ["{}"], *several):
         text, calls = asker.calls(*arguments)
         start = position = text.rfind(str(row.opening[0]), 0, text.find(NAMES[0]))
         if _header(asker, _behind_user(text[:start])) != _header(asker, asker.lead()):
-            raise _Unlike("calls do not stand where an answer begins")
+            raise Unlike("calls do not stand where an answer begins")
         for call, lead in zip(calls, (row.opening, *[row.between or ()] * len(calls)), strict=False):
-            position = _behind_call(text, position, lead, row.middle, call)
+            position = _behind_call(text, position, lead, row, call)
         closing = re.compile(_source(row.closing)).match(text, position)
         if closing is None:
-            raise _Unlike("it does not end calls as the row says")
-        reasoning, content, found = reads(row, _TOOLS, text[start : closing.end()])
+            raise Unlike("it does not end calls as the row says")
+        reasoning, content, found = reads(row, tools, text[start : closing.end()])
         if reasoning or content or [(name, json.loads(read)) for name, read in found] != _meant(calls):
-            raise _Unlike("calls are not read as it writes them")
+            raise Unlike("calls are not read as it writes them")
 
 
 def _meant(calls: Sequence[ToolCallBlock]) -> list[tuple[str, object]]:
@@ -338,11 +369,11 @@ def _header(asker: _Asker, text: str) -> str:
         text = shorter
 
 
-def _behind_call(text: str, position: int, lead: CallParts, middle: CallParts, call: ToolCallBlock) -> int:
-    head = re.compile(rf"{_source(lead)}{re.escape(call.name)}{_source(middle)}").match(text, max(position, 0))
-    end = _behind_arguments(text, head.end(), call) if head is not None else None
+def _behind_call(text: str, position: int, lead: CallParts, row: CallRow, call: ToolCallBlock) -> int:
+    head = re.compile(rf"{_source(lead)}{re.escape(call.name)}{_source(row.middle)}").match(text, max(position, 0))
+    end = _behind_arguments(text, head.end(), call, row.pairs) if head is not None else None
     if end is None:
-        raise _Unlike("it does not write every call as the row says")
+        raise Unlike("it does not write every call as the row says")
     return end
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
+from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock, ToolSpec
 from kvserve.prompt.steps import function_dict, hermes_call, parsed_arguments
 
 FUNCTION, ARGUMENT, VALUE = "FUNCTION", "ARGUMENT", "VALUE"
@@ -67,7 +67,7 @@ def _row_calls(row: CallRow, calls: Sequence[ToolCallBlock]) -> str:
         lead = row.opening if number == 0 else row.between or ()
         # an id behind the arguments belongs to the call before, one behind the name to this one
         before = calls[number - 1] if number else call
-        said += [_said(lead, before, number), call.name, _said(row.middle, call, number), _arguments(call)]
+        said += [_said(lead, before, number), call.name, _said(row.middle, call, number), _arguments(row, call)]
     return "".join([*said, _said(row.closing, calls[-1], len(calls) - 1)])
 
 
@@ -76,6 +76,15 @@ def _said(parts: CallParts, call: ToolCallBlock, number: int) -> str:
     return "".join(part if isinstance(part, str) else slots[part] for part in parts)
 
 
-def _arguments(call: ToolCallBlock) -> str:
+def _arguments(row: CallRow, call: ToolCallBlock) -> str:
     arguments = parsed_arguments(call.arguments)
-    return call.arguments if arguments is None else json.dumps(arguments, ensure_ascii=False)
+    if arguments is None:
+        return call.arguments
+    if row.pairs is not None:
+        return row.pairs.between.join(_pair(row.pairs, key, value) for key, value in arguments.items())
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _pair(pairs: PairParts, key: str, value: object) -> str:
+    said = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{pairs.opening}{key}{pairs.lead_of(value)}{said}{pairs.closing}"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
+from kvserve.app.model_factory import read_calls
 from kvserve.core import (
     CallParts,
     CallRow,
@@ -17,7 +17,9 @@ from kvserve.core import (
     ToolResultBlock,
     ToolSpec,
 )
+from kvserve.output.formats import own_call_tag
 from kvserve.prompt.call_row import NoRow, find_call_row
+from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
 from tests.prompt.vocabularies import SHARED, TEMPLATES
 
@@ -45,6 +47,24 @@ SMALL = {
 }
 """Sources by what they show."""
 
+PAIR = "{% for k, v in c.arguments.items() %}"
+VALUE = "{{ v if v is string else v | tojson }}"
+TOLD = "{{ 'text' if v is string else 'json' }}"
+PAIRS = {
+    "invoked": f'{HEAD}<calls>\n{CALLS}<invoke name="{{{{ c.name }}}}">\n{PAIR}<arg name="{{{{ k }}}}">{VALUE}</arg>\n'
+    f"{{% endfor %}}</invoke>\n{{% endfor %}}</calls>{TAIL}",
+    "told": f'{HEAD}<|calls|>{CALLS}<|call|>{{{{ c.name }}}}{PAIR}<arg name="{{{{ k }}}}" as="{TOLD}">{VALUE}</arg>'
+    f"{{% endfor %}}<|end_call|>{{% endfor %}}<|end_calls|>{TAIL}",
+    "own_lines": f"{HEAD}{CALLS}<call>\n<fn={{{{ c.name }}}}>\n{PAIR}<arg={{{{ k }}}}>\n{VALUE}\n</arg>\n"
+    f"{{% endfor %}}</fn>\n</call>{{{{ '\n' if not loop.last }}}}{{% endfor %}}{TAIL}",
+    "joined": f"{HEAD}{CALLS}[CALL]{{{{ c.name }}}}({PAIR}[KEY]{{{{ k }}}}: {VALUE}[END_VALUE]"
+    f"{{{{ ',\n' if not loop.last }}}}{{% endfor %}})[END_CALL]{{% endfor %}}{TAIL}",
+}
+"""Those that write arguments as keys and values."""
+
+REAL_PAIRS = {"deepseek_v3_2", "minimax_m2"}
+"""The real templates that do so, of which a row is derived."""
+
 HELD_BY_TOKENS = ("tags", "list", "fences", "bare", "kimi_k2_moonshot")
 """Where a law is asked of every form once, with two of something: these have the first, the others the second."""
 
@@ -62,8 +82,8 @@ VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def source_of(name: str) -> str:
     """The source of a small or a real template."""
-    if name in SMALL:
-        return SMALL[name]
+    if (small := SMALL.get(name) or PAIRS.get(name)) is not None:
+        return small
     assert SHARED is not None
     return (SHARED / "templates" / f"{name}.jinja").read_text("utf-8")
 
@@ -72,10 +92,9 @@ def source_of(name: str) -> str:
 def found_row(name: str) -> CallRow | NoRow:
     """What is derived from a template that is not read by the forms that are known anyway."""
     source = source_of(name)
-    known = [tag for tag in OWN_TOOL_TAGS if tag in source]
-    return (
-        NoRow(f"{known[0]} is read anyway") if known else find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
-    )
+    if (known := own_call_tag(source)) is not None:
+        return NoRow(f"{known} is read anyway")
+    return find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
 
 
 class DerivedRows(Mapping[str, CallRow]):
@@ -98,6 +117,7 @@ class DerivedRows(Mapping[str, CallRow]):
 
 
 DERIVED = DerivedRows([*SMALL, *(name for name in TEMPLATES if name in REAL_ROWS)])
+PAIRED = DerivedRows([*PAIRS, *(name for name in TEMPLATES if name in REAL_PAIRS)])
 WITH_IDS = [name for name in DERIVED if name in ("names", "list", "mistral_nemo", "mistral_small_3_2")]
 """Those whose calls say their id."""
 
@@ -115,8 +135,35 @@ def conversation(calls: Sequence[tuple[str, JsonObject]]) -> tuple[Message, ...]
     return (Message("user", (TextBlock("hi"),)), Message("assistant", made), *results)
 
 
+def rendered(source: str, calls: Sequence[tuple[str, JsonObject]]) -> str:
+    """The answer that these calls are in a template made of HEAD and TAIL."""
+    shown = CompiledTemplate(source, VARIABLES).render(
+        [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": f"call{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                    for i, (name, arguments) in enumerate(calls)
+                ],
+            },
+        ],
+        None,
+        add_generation_prompt=False,
+        arguments={},
+    )
+    assert isinstance(shown, str)
+    return shown.partition("<|turn|>assistant\n")[2].rpartition("<|end|>")[0]
+
+
 def as_written(text: str, row: CallRow, calls: Sequence[tuple[str, JsonObject]]) -> str:
     """The calls as they stand in a rendered text; raises where they do not stand there in the row's form."""
+    if row.pairs is not None:
+        made = [ToolCallBlock("", name, json.dumps(arguments)) for name, arguments in calls]
+        said = CallWords(row).calls(made)
+        assert said in text, f"not {said!r} in {text!r}"
+        return said
     leads = [row.opening, *[row.between or ()] * (len(calls) - 1)]
     pattern = "".join(
         f"{_pattern(lead)}{re.escape(name)}{_pattern(row.middle)}{re.escape(json.dumps(arguments, ensure_ascii=False))}"

@@ -34,6 +34,7 @@ from tests.prompt.call_forms import (
     SMALL,
     TAIL,
     VARIABLES,
+    rendered,
     source_of,
 )
 from tests.prompt.test_call_row import ARGUMENTS, REPLAYED, TOOLS, every_form, family_of, read, written
@@ -41,7 +42,6 @@ from tests.prompt.turns import Talk, num_common
 from tests.prompt.vocabularies import tokens_in
 
 NAME, ID, NUMBER = "{{ c.name }}", "{{ call.id }}", "{{ loop.index0 }}"
-ASSISTANT = "<|turn|>assistant\n"
 
 
 # --- templates that nobody wrote --------------------------------------------------------------------------------------
@@ -89,28 +89,6 @@ BODIES = TAGGED | LISTED | BARE
 COMPANY = st.lists(st.tuples(st.sampled_from(["any", "read_file"]), ARGUMENTS), min_size=1, max_size=3)
 
 
-def _rendered(source: str, calls: list[tuple[str, JsonObject]]) -> str:
-    """The answer that these calls are in a template made of HEAD and TAIL."""
-    shown = CompiledTemplate(source, VARIABLES).render(
-        [
-            {"role": "user", "content": "hi"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {"id": f"call{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-                    for i, (name, arguments) in enumerate(calls)
-                ],
-            },
-        ],
-        None,
-        add_generation_prompt=False,
-        arguments={},
-    )
-    assert isinstance(shown, str)
-    return shown.partition(ASSISTANT)[2].rpartition("<|end|>")[0]
-
-
 @settings(max_examples=num_examples(12), deadline=None)
 @given(BODIES, COMPANY, st.data())
 def test_what_a_template_writes_is_read_back(
@@ -122,7 +100,7 @@ def test_what_a_template_writes_is_read_back(
     if isinstance(row, NoRow):
         return
     said = calls[: None if row.between is not None else 1]
-    text = _rendered(source, said)
+    text = rendered(source, said)
     output_format = select_format("auto", "", (), None, row)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     for pieces in ([text], [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]):
@@ -148,7 +126,7 @@ def test_a_form_may_end_in_white_space_before_what_differs(name: str) -> None:
     row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
     assert isinstance(row, CallRow)
     calls: list[tuple[str, JsonObject]] = [("read_file", {"path": "a"}), ("any", {}), ("any", {"b": [1]})]
-    text = _rendered(source, calls)
+    text = rendered(source, calls)
     output_format = select_format("auto", "", (), None, row)
     assert read(output_format, list(text)) == ([(tool, json.dumps(arguments)) for tool, arguments in calls], "")
     case = Setup(byte_tokenizer(()), output_format)

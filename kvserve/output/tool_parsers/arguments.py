@@ -8,13 +8,15 @@ A value that can only be a string goes to the call's draft as it arrives, any ot
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import SPACE, Chain, NotACall, ParsedCall, Reader, text_before
+from kvserve.output.tool_parsers.form import SPACE, Chain, ChainEnd, NotACall, ParsedCall, Reader, text_before
 from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+STRING = frozenset({"string"})
 _PYTHON_LITERALS: Mapping[str, tuple[object, str]] = {
     "True": (True, "boolean"),
     "False": (False, "boolean"),
@@ -26,52 +28,78 @@ _NUMBER_CHARS = frozenset("+-.0123456789eE")
 _MAX_NUMBER_CHARS = 64
 
 
-class TypedArguments:
-    """Reads the arguments of one call of the tool `name`. `in_own_lines`: one line end on either side of a value
-    belongs to the form."""
+@dataclass(frozen=True, slots=True)
+class OwnLines:
+    """Whether one line end before a value, and one behind it, belongs to the form."""
 
-    def __init__(self, name: str, tools: Sequence[ToolSpec], draft: Draft, *, in_own_lines: bool = False) -> None:
+    before: bool
+    behind: bool
+
+
+NO_LINES = OwnLines(before=False, behind=False)
+
+
+class TypedArguments:
+    """Reads the arguments of one call of the tool `name`."""
+
+    def __init__(self, name: str, tools: Sequence[ToolSpec], draft: Draft, lines: OwnLines = NO_LINES) -> None:
         self._name = name
-        self._tools = tools
         self._schema = parameters_of(name, tools)
         self._draft = draft
-        self._in_own_lines = in_own_lines
-        self._values: list[tuple[str, str]] = []
-        self._keys: set[str] = set()
+        self._lines = lines
+        self._values: dict[str, object] = {}
+        self._occurs_twice = False
 
-    def read(self, key: str, *, more: Chain, last: Chain, last_may_lack_end: bool = False) -> Reader[Chain]:
-        """Reads the value of `key` up to one of these chains; behind `more` another argument follows."""
+    def read(
+        self,
+        key: str,
+        *,
+        more: Chain,
+        last: Sequence[Chain],
+        may_lack_end: Sequence[Chain] = (),
+        is_string: bool | None = None,
+    ) -> Reader[ChainEnd]:
+        """Reads the value of `key` up to one of these chains; behind `more` another argument follows. `is_string`: what
+        the form itself says of the value."""
         self._draft.open(self._name)
-        if self._draft.is_open and key in self._keys:
+        self._occurs_twice |= key in self._values
+        if self._draft.is_open and self._occurs_twice:
             raise NotACall("an argument occurs twice")
-        self._keys.add(key)
         self._draft.write(f"{'' if self._values else '{'}{write_json(key)}: ")
         types = types_of(property_schema(self._schema, key), self._schema)
-        value = _Value(self._draft, types, in_own_lines=self._in_own_lines)
+        if is_string is not None:
+            said = STRING if is_string else JSON_TYPES - STRING
+            types = types & said or said
+        value = _Value(self._draft, types, self._lines)
         try:
-            may_lack_end = (last,) if last_may_lack_end else ()
-            chain = yield from text_before((more, last), value.put, may_lack_end=may_lack_end)
+            end = yield from text_before((more, *last), value.put, may_lack_end=may_lack_end)
         except NotACall:
             value.break_off()
             raise
-        self._values.append((key, value.finish()))
-        if chain == more:
+        self._values[key] = value.finish()
+        if end.chain == more:
             self._draft.write(", ")
-        return chain
+        return end
 
     def call(self) -> ParsedCall:
-        """The whole call. Raises NotACall."""
+        """The whole call.
+
+        Raises:
+            NotACall: a key occurs twice; taking either value would drop the other.
+        """
+        if self._occurs_twice:
+            raise NotACall("an argument occurs twice")
         self._draft.write("}")
-        return typed_call(self._name, self._values, self._tools)
+        return ParsedCall(self._name, self._values)
 
 
 class _Value:
     """One value as it is written."""
 
-    def __init__(self, draft: Draft, types: frozenset[str], *, in_own_lines: bool) -> None:
+    def __init__(self, draft: Draft, types: frozenset[str], lines: OwnLines) -> None:
         self._draft = draft
         self._types = types
-        self._in_own_lines = in_own_lines
+        self._lines = lines
         self._text: list[str] = []
         self._waiting = ""
         self._is_string = types == {"string"}
@@ -80,7 +108,7 @@ class _Value:
 
     def put(self, text: str) -> None:
         """Add `text` to the value."""
-        if text and self._in_own_lines and not self._text:
+        if text and self._lines.before and not self._text:
             self._text.append("")  # one line end before the value was looked for
             text = text.removeprefix("\n")
         self._text.append(text)
@@ -89,7 +117,7 @@ class _Value:
             self._write_certain()
 
     def _write_certain(self) -> None:
-        certain = self._waiting.removesuffix("\n") if self._in_own_lines else self._waiting
+        certain = self._waiting.removesuffix("\n") if self._lines.behind else self._waiting
         if not self._is_string and certain and must_be_string(certain, self._types):
             self._is_string = True
             self._draft.write('"')
@@ -97,30 +125,18 @@ class _Value:
             self._draft.write(escaped(certain))
             self._waiting = self._waiting[len(certain) :]
 
-    def finish(self) -> str:
-        """The whole text of the value, which is finished."""
+    def finish(self) -> object:
+        """The whole value."""
         text = "".join(self._text)
-        if self._in_own_lines:
+        if self._lines.behind:
             text = text.removesuffix("\n")
-        self._draft.write('"' if self._is_string else write_json(read_argument(text, self._types)))
-        return text
+        value = read_argument(text, self._types)
+        self._draft.write('"' if self._is_string else write_json(value))
+        return value
 
     def break_off(self) -> None:
         """Write an unfinished value as the beginning of a string."""
         self._draft.write(("" if self._is_string else '"') + escaped(self._waiting))
-
-
-def typed_call(name: str, values: Sequence[tuple[str, str]], tools: Sequence[ToolSpec]) -> ParsedCall:
-    """The call whose arguments were written as `values`, typed by the schema of the tool `name`.
-
-    Raises:
-        NotACall: a key occurs twice; taking either value would drop the other.
-    """
-    schema = parameters_of(name, tools)
-    arguments = {key: read_argument(text, types_of(property_schema(schema, key), schema)) for key, text in values}
-    if len(arguments) < len(values):
-        raise NotACall("an argument occurs twice")
-    return ParsedCall(name, arguments)
 
 
 def parameters_of(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvserve.core import CallParts, CallRow, CallSlot, ToolSpec
+from kvserve.output.tool_parsers import pairs
 from kvserve.output.tool_parsers.broken import CallContext, EndOfBroken
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import CallForm, NotACall, ParsedCall, Reader, Scan, skip_space
@@ -37,6 +38,8 @@ _LAST_TAG = re.compile(rf"(?:{TAG})\s*\Z")
 
 def form_of(row: CallRow) -> CallForm:
     """The form of the row's calls."""
+    if row.pairs is not None:
+        return pairs.form_of(row, NAME)
     tag = _first_word(row.opening)
     return _form(row, tag, opened=tag)
 
@@ -44,6 +47,8 @@ def form_of(row: CallRow) -> CallForm:
 def forms_of(row: CallRow, *, has_python_tag: bool) -> tuple[CallForm, ...]:
     """All forms in which a model with this row writes: the row's own first."""
     form = form_of(row)
+    if row.pairs is not None:
+        return (form,)
     python = (_form(row, PYTHON_TAG, opened=""),) if form.at_start and has_python_tag else ()
     if form.at_start or not (form.open_tag == _MISTRAL or _keys(row)):
         return (form, *python)

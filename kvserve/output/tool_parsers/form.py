@@ -5,7 +5,7 @@ cuts of the text cannot matter. It raises `NotACall` at the first character that
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvserve.core import CallRow, ToolSpec
@@ -163,6 +163,8 @@ class _ChainPlace:
     chain: Chain
     index: int = 0
     offset: int = 0
+    num_last: int = 0
+    """How many characters are read behind the tag before the last."""
 
     @property
     def is_end(self) -> bool:
@@ -175,15 +177,27 @@ class _ChainPlace:
     def after(self, char: str) -> "_ChainPlace | None":
         """The place behind `char`; None if the chain does not continue with it."""
         tag = self.chain[self.index]
+        num_last = self.num_last + self.lacks_end
         if char != tag[self.offset]:
-            return self if self.offset == 0 and self.index and char in SPACE else None
+            is_between = self.offset == 0 and self.index and char in SPACE
+            return replace(self, num_last=num_last) if is_between else None
         is_whole = self.offset + 1 == len(tag)
-        return _ChainPlace(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
+        offset = 0 if is_whole else self.offset + 1
+        return _ChainPlace(self.start, self.chain, self.index + is_whole, offset, num_last)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """The chain that was read, and how many of its characters stand behind its last tag but one; none where the text
+    ended before its last tag."""
+
+    chain: Chain
+    num_last: int
 
 
 def text_before(
     chains: Sequence[Chain], put: Callable[[str], None], *, may_lack_end: Sequence[Chain] = ()
-) -> Reader[Chain]:
+) -> Reader[ChainEnd]:
     """Free text up to the first of `chains`, and that chain; `put` gets each piece as soon as it is certain.
 
     A tag without the rest of its chain is text. If the turn ends first, `put` gets the remaining text and NotACall is
@@ -200,7 +214,7 @@ def text_before(
                 put(held)
                 raise NotACall("the text is not finished")
             put(held[: end.start - num_put])
-            return end.chain
+            return ChainEnd(end.chain, 0)
         if not places and char not in firsts:
             num_put += 1
             put(char)
@@ -214,7 +228,7 @@ def text_before(
             put(held[: start - num_put])
             held, num_put = held[start - num_put :], start
         if end is not None:
-            return end.chain
+            return ChainEnd(end.chain, end.num_last)
 
 
 def end_of_call(endings: Sequence[Chain]) -> Reader[Chain | None]:

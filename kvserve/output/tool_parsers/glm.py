@@ -37,7 +37,8 @@ def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     while tag == KEY_OPEN:
         key = yield from text_until((yield), KEY_CLOSE)
         yield from one_of((yield from skip_space((yield))), (VALUE_OPEN,))
-        _, tag, *_ = yield from arguments.read(key, more=(VALUE_CLOSE, KEY_OPEN), last=(VALUE_CLOSE, CLOSE))
+        end = yield from arguments.read(key, more=(VALUE_CLOSE, KEY_OPEN), last=[(VALUE_CLOSE, CLOSE)])
+        tag = end.chain[1]
     return [arguments.call()]
 
 

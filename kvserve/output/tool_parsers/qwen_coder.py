@@ -9,7 +9,7 @@ is whole without `</tool_call>`.
 from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
+from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments, write_argument
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
     CallForm,
@@ -48,12 +48,12 @@ def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
     if tag == FUNCTION_CLOSE:
         for outer in closing[1:]:
             yield from end_of_call([(outer,)])
-    arguments = TypedArguments(name, tools, draft, in_own_lines=True)
+    arguments = TypedArguments(name, tools, draft, OwnLines(before=True, behind=True))
     more, last = (PARAMETER_CLOSE, PARAMETER_OPEN), (PARAMETER_CLOSE, *closing)
     while tag == PARAMETER_OPEN:
         key = yield from text_until((yield), ">")
-        has_outer = len(closing) > 1
-        _, tag, *_ = yield from arguments.read(key, more=more, last=last, last_may_lack_end=has_outer)
+        end = yield from arguments.read(key, more=more, last=[last], may_lack_end=[last] * (len(closing) > 1))
+        tag = end.chain[1]
     return [arguments.call()]
 
 

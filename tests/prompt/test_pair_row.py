@@ -1,0 +1,409 @@
+"""Forms of calls whose arguments are keys and values, derived from templates: which are, that they read back what the
+template writes, hold and replay."""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvserve.app.model_factory import read_calls
+from kvserve.core import CallRow, JsonObject, PairParts, ToolChoice, ToolSpec
+from kvserve.output.answer import AnswerReader
+from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.splitter import Splitter
+from kvserve.output.stop import StopScanner
+from kvserve.output.tool_parsers.form import CallForm
+from kvserve.prompt.call_row import NoRow, find_call_row
+from kvserve.prompt.compiled import CompiledTemplate
+from kvserve.prompt.pair_row import typed_tools
+from tests.calls import calls_of
+from tests.laws import num_examples, sampled, sampled_cells
+from tests.output.test_grammar import Setup, byte_tokenizer
+from tests.output.tool_parsers.test_calls import JSON, TEXTS
+from tests.prompt.call_forms import (
+    CALLS,
+    HEAD,
+    PAIR,
+    PAIRED,
+    PAIRS,
+    TAIL,
+    VALUE,
+    VARIABLES,
+    as_written,
+    conversation,
+    found_row,
+    rendered,
+    source_of,
+)  # fmt: skip
+from tests.prompt.test_call_row import TOOLS, family_of, read
+from tests.prompt.test_tool_words import PRIVATE
+from tests.prompt.turns import Talk, in_odd_tokens, num_common
+from tests.prompt.vocabularies import tokens_in
+
+every_form = pytest.mark.parametrize("name", sampled(PAIRED, {"told", "own_lines", "minimax_m2"}))
+
+
+def written(name: str, *calls: tuple[str, JsonObject]) -> str:
+    """These calls as the template itself writes them."""
+    prompt = family_of(name).template.write(conversation(calls), TOOLS, thinking=False)
+    return as_written(prompt.shown, PAIRED[name], calls)
+
+
+def test_the_parts_of_pairs_are_what_the_template_writes() -> None:
+    """Each where it stands, with the white space around it."""
+    assert found_row("invoked") == CallRow(
+        ('<calls>\n<invoke name="',), ('">\n',), ('</invoke>\n<invoke name="',), ("</invoke>\n</calls>",),
+        pairs=PairParts('<arg name="', '">', "</arg>\n"),
+    )  # fmt: skip
+    assert found_row("told") == CallRow(
+        ("<|calls|><|call|>",), (), ("<|end_call|><|call|>",), ("<|end_call|><|end_calls|>",),
+        pairs=PairParts('<arg name="', '" as="text">', "</arg>", "", '" as="json">'),
+    )  # fmt: skip
+    assert found_row("own_lines") == CallRow(
+        ("<call>\n<fn=",), (">\n",), ("</fn>\n</call>\n<call>\n<fn=",), ("</fn>\n</call>",),
+        pairs=PairParts("<arg=", ">\n", "\n</arg>\n"),
+    )  # fmt: skip
+    joined = found_row("joined")
+    assert isinstance(joined, CallRow) and joined.pairs == PairParts("[KEY]", ": ", "[END_VALUE]", ",\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reason"),
+    [
+        ("invoked", VALUE, "{{ v if v is string else v | string }}", "every call as the row says"),
+        ("invoked", VALUE, "{{ v | trim if v is string else v | tojson }}", "every call as the row says"),
+        ("invoked", "</arg>\n", "\n", "on either side of an argument's value"),
+        ("invoked", "{{ k }}", "key", "neither one JSON object nor pairs"),
+        ("told", "<|end_call|>", "", "nothing ends a call"),
+    ],
+)
+def test_pairs_that_do_not_read_back_are_not_derived(name: str, old: str, new: str, reason: str) -> None:
+    """A template that alters, hides or does not mark values has no row, and the reason says what it does."""
+    assert old in PAIRS[name]
+    found = find_call_row(CompiledTemplate(PAIRS[name].replace(old, new), VARIABLES), read_calls)
+    assert isinstance(found, NoRow) and reason in found.reason, found
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+NAMES = ("zero", "one", "two")
+KEYS = st.text("abcXYZ019_.- é", min_size=1, max_size=6).filter(lambda key: key == key.strip())
+WORDS = (
+    "</arg>", "</parameter>", "</invoke>", "</calls>", '<arg name="', '<invoke name="', "<calls>", "</fn>", "</call>",
+    "[END_VALUE]", "[KEY]", "<tool_call>", '"', "\n", "    ", "null", "true", "{", "5", " x ",
+)  # fmt: skip
+ODD = st.lists(st.sampled_from(WORDS), max_size=4).map("".join) | TEXTS
+
+
+def _is_sayable(name: str, arguments: Mapping[str, object]) -> bool:
+    """Whether no string holds what ends a value: its closing and a tag of the form behind it."""
+    pairs, said = PAIRED[name].pairs, json.dumps(arguments, ensure_ascii=False)
+    assert pairs is not None
+    ends = sum(said.count(closing) for closing in {pairs.closing.strip(), "</arg>", "[END_VALUE]"})
+    return ends <= 1 and not set(PRIVATE) & set(said)
+
+
+@pytest.mark.parametrize("name", sampled(PAIRED, {"joined", "own_lines", "minimax_m2", "deepseek_v3_2"}))
+def test_pairs_are_read_as_the_template_writes_them(name: str) -> None:
+    """Any arguments of the types that a tool has, several calls, cut anywhere: the same values and no other text."""
+    values = ODD | JSON | st.none() | st.booleans()
+    arguments = st.dictionaries(KEYS, values, max_size=3).filter(lambda said: _is_sayable(name, said))
+
+    @settings(max_examples=num_examples(10), deadline=None)
+    @given(st.lists(arguments, min_size=1, max_size=3), st.data())
+    def check(said: list[JsonObject], data: st.DataObject) -> None:
+        calls = list(zip(NAMES, said, strict=False))
+        tools = tuple(tool for tool_name, each in calls for tool in typed_tools([tool_name], each))
+        text = written(name, *calls)
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        found, content = read(family_of(name).output_format, pieces, tools)
+        assert [(tool, json.loads(text)) for tool, text in found] == calls
+        assert [json.dumps(each) for _, each in calls] == [json.dumps(json.loads(text)) for _, text in found]
+        assert content == ""
+
+    check()
+
+
+@every_form
+def test_what_edit_tools_send_is_not_altered(name: str) -> None:
+    """Indentation, line ends, empty text, the form's own tags, what looks like JSON: to the byte."""
+    pairs = PAIRED[name].pairs
+    assert pairs is not None
+    for value in (
+        "    return 1\n", "\n\nx\n\n", "", " ", "\n", "null", "True", "5", '{"a": 1}', f"a {pairs.closing} b",
+        f"x{pairs.opening}y{pairs.value}z", PAIRED[name].call_end, "he said \"hi\" \\n 'x'", "<think>hm</think>",
+    ):  # fmt: skip
+        text = written(name, ("read_file", {"path": value, "lines": 3}), ("read_file", {"path": value}))
+        found, content = read(family_of(name).output_format, [text])
+        assert [json.loads(each) for _, each in found] == [{"path": value, "lines": 3}, {"path": value}], value
+        assert content == ""
+
+
+def test_the_schema_decides_what_a_bare_word_is() -> None:
+    """`null` is text for a string, nothing for a value that may be null; where the form says it, the form decides."""
+    of = {"text": {"type": "string"}, "either": {"type": ["string", "null"]}, "count": {"type": "integer"}}
+    tools = (ToolSpec("any", "", {"type": "object", "properties": of}),)
+    text = written("invoked", ("any", {"text": "null", "either": None, "count": 5, "free": "5"}))
+    [(_, arguments)], _ = read(family_of("invoked").output_format, [text], tools)
+    assert json.loads(arguments) == {"text": "null", "either": None, "count": 5, "free": 5}
+    said: JsonObject = {"text": "null", "either": "null", "count": "5", "free": "5"}
+    [(_, arguments)], _ = read(family_of("told").output_format, [written("told", ("any", said))], tools)
+    assert json.loads(arguments) == said
+
+
+@every_form
+def test_a_string_goes_out_as_it_is_written(name: str) -> None:
+    """The name with the first key, each piece of the value as it comes."""
+    text = written(name, ("read_file", {"path": "abcdef", "lines": 3}))
+    splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+    head, mark, rest = text.partition("abc")
+    events = splitter.feed(head + mark)
+    assert [type(event).__name__ for event in events] == ["ToolCallStart", "ToolCallPiece"]
+    assert events[1].text == '{"path": "abc'  # type: ignore[union-attr]
+    assert calls_of([*events, *splitter.feed(rest), *splitter.finish(cut=False)])[0].call.arguments == (
+        '{"path": "abcdef", "lines": 3}'
+    )
+
+
+@every_form
+def test_white_space_between_tags_says_nothing(name: str) -> None:
+    """More of it, or none: models vary it."""
+    text = written(name, ("read_file", {"path": "a b", "lines": 3}), ("any", {}))
+    called = [("read_file", '{"path": "a b", "lines": 3}'), ("any", "{}")]
+    for other in (text.replace(">\n<", "><"), text.replace(">\n<", ">\n\n  <"), text.replace("><", ">\n<")):
+        assert read(family_of(name).output_format, [other]) == (called, ""), other
+
+
+@every_form
+def test_what_only_looks_like_a_call_in_pairs_stays_text(name: str) -> None:
+    """A tool that is not offered, an opening alone, prose; to the letter."""
+    text = written(name, ("read_file", {"path": "abcdef"}))
+    opening = str(PAIRED[name].opening[0])
+    for odd in (
+        text.replace("read_file", "remove_file"),
+        written(name, ("remove_file", {})),
+        f"So {opening} opens it.",
+        f"{opening}read_file",
+        f"{opening}read_file and more",
+    ):
+        assert read(family_of(name).output_format, [odd]) == ([], odd)
+
+
+@every_form
+def test_a_tool_that_is_not_offered_takes_no_neighbour_in_pairs(name: str) -> None:
+    """Beside one that is offered it is called, as in other forms, where one text holds both; else it is text, whole."""
+    other: tuple[str, JsonObject] = ("remove_file", {"path": "a"})
+    for calls in ([other, ("read_file", {"path": "b"}), ("remove_file", {}), other], [other, ("read_file", {})]):
+        found, content = read(family_of(name).output_format, [written(name, *calls)])
+        if PAIRED[name].closing != (PAIRED[name].call_end,):
+            assert [(tool, json.loads(each)) for tool, each in found] == calls and content == ""
+        else:
+            assert [tool for tool, _ in found] == ["read_file"] and content.count("remove_file") == len(calls) - 1
+
+
+@every_form
+def test_what_closes_calls_in_pairs_may_be_missing(name: str) -> None:
+    """Cut behind the tags that end the call, it is whole; text before and behind calls stays."""
+    text = written(name, ("read_file", {"path": "a"}))
+    end = text.rindex(PAIRED[name].call_end.strip()) + len(PAIRED[name].call_end.strip())
+    called = [("read_file", '{"path": "a"}')]
+    for size in range(end, len(text) + 1):
+        assert read(family_of(name).output_format, [text[:size]])[0] == called
+    assert read(family_of(name).output_format, [f"I look.\n{text} and more"]) == (called, "I look.\n and more")
+
+
+@every_form
+def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
+    """A call that the end cuts is no whole call, and nothing of it is lost."""
+    text = written(name, ("read_file", {"path": "abcdef"}))
+    splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+    events = [*splitter.feed(text[: text.index("def")]), *splitter.finish(cut=True)]
+    [end] = calls_of(events)
+    assert end.is_cut and end.call.arguments == '{"path": "abc'
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+CHOICE = ToolSpec(
+    "choose",
+    "Chooses.",
+    {
+        "type": "object",
+        "properties": {
+            "way": {"enum": ["up", 2, None]},
+            "text": {"type": ["string", "null"]},
+            "list": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+    strict=True,
+)
+
+
+def setup(name: str, *, tags_are_tokens: bool) -> Setup:
+    tokens = tokens_in(source_of(name)) if tags_are_tokens else ()
+    return Setup(byte_tokenizer(tokens), family_of(name).output_format)
+
+
+@sampled_cells(lambda tokens, name: tokens is (name == "told"))
+@every_form
+@pytest.mark.parametrize("tokens", [True, False])
+def test_forced_calls_are_pairs_as_the_template_writes_them(name: str, tokens: bool) -> None:
+    """What the template writes is accepted; another tool, type, key or form is not."""
+    case = setup(name, tags_are_tokens=tokens)
+    grammar = case.grammar(ToolChoice("required"), tools=(*TOOLS, CHOICE))
+    good = written(name, ("read_file", {"path": 'a"\n</tool_call>', "lines": 3}))
+    assert case.accepts(grammar, good)
+    assert case.accepts(grammar, written(name, ("any", {"b": [1], "c": "x", "d": None})))
+    assert case.accepts(grammar, written(name, ("any", {})))
+    for odd in (good.replace("3", "three"), good.replace("lines", "line"), good.replace("read_file", "remove")):
+        assert not case.accepts(grammar, odd)
+    assert not case.accepts(grammar, f"So {good}")
+    assert not case.accepts(grammar, '<tool_call>\n{"name": "any", "arguments": {}}\n</tool_call>')
+    several = written(name, ("read_file", {"path": "a"}), ("any", {}), ("any", {"b": [1]}))
+    one = case.grammar(ToolChoice("required"), tools=TOOLS, parallel=False)
+    assert case.accepts(grammar, several) and not case.accepts(one, several) and case.accepts(one, good)
+
+
+@every_form
+def test_a_forced_value_has_a_type_of_its_schema(name: str) -> None:
+    """One of an enumeration, a text or null, a list of numbers; each as the template writes it."""
+    case = setup(name, tags_are_tokens=False)
+    grammar = case.grammar(ToolChoice("required"), tools=(CHOICE,))
+    for good in (
+        {"text": "a"}, {"text": None}, {"way": "up", "text": "a"}, {"way": 2, "text": "a"},
+        {"way": None, "text": "", "list": [1, 2]}, {"text": "a", "list": []},
+    ):  # fmt: skip
+        assert case.accepts(grammar, written(name, ("choose", good))), good
+    for bad in ({}, {"way": "down", "text": "a"}, {"text": "a", "list": ["b"]}, {"text": "a", "list": "b"}):
+        assert not case.accepts(grammar, written(name, ("choose", bad))), bad
+
+
+@sampled_cells(lambda tokens, name: tokens is (name == "told"))
+@every_form
+@pytest.mark.parametrize("tokens", [True, False])
+def test_pairs_of_strict_tools_are_held_where_the_model_may_call(name: str, tokens: bool) -> None:
+    """Beside any text, with thinking before it; other tools' arguments are free, and so is text without calls."""
+    case = setup(name, tags_are_tokens=tokens)
+    promise = case.promise(ToolChoice(), tools=TOOLS)
+    assert promise.grammar is not None and promise.notes == ()
+    good = written(name, ("read_file", {"path": "a", "lines": 3}))
+    two = written(name, ("any", {"x": [None, {"y": 1.5}]}), ("read_file", {"path": "a", "lines": 3}))
+    for before in ("", "I look.\n", "<think>\nhm\n</think>\n"):
+        for text in (good, two):
+            assert case.accepts(promise.grammar, before + text)
+            assert not case.accepts(promise.grammar, before + text.replace("3", "three"))
+            assert not case.accepts(promise.grammar, before + text.replace("lines", "line"))
+    for text in ("", "Hello.", "[1, 2]", "x = {}; y[0] < 3", "<think>\nhm\n</think>\n\nFine.", f"{good} and <b>"):
+        assert case.accepts(promise.grammar, text), text
+
+
+def test_a_form_that_no_grammar_writes_is_not_held_in_another() -> None:
+    """It raises: a call in the form of Hermes models would be none to this model."""
+    form = CallForm("unheard", "<call>", lambda tools, draft: iter(()))  # type: ignore[arg-type, return-value]
+    case = Setup(byte_tokenizer(()), OutputFormat("unheard", None, (form,)))
+    with pytest.raises(ValueError, match="no grammar writes calls of the form unheard"):
+        case.grammar(ToolChoice("required"), tools=TOOLS)
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sampled(PAIRS, {"told", "own_lines"}))
+def test_pairs_keep_the_tokens_that_the_model_wrote(name: str) -> None:
+    """In odd tokens, echoed by the client: the next prompt begins with all of them."""
+    of = family_of(name)
+    talk = Talk(of, thinking=False, tools=TOOLS)
+    talk.say("hi")
+    text = written(name, ("read_file", {"path": "a b\n  c\n", "lines": 3}), ("any", {}))
+    kept = talk.answer(in_odd_tokens(of.tokenizer, text))
+    assert talk.results("done") == 2
+    after = talk.stitched()
+    assert num_common(kept, after.ids) == len(kept) and after.num_replayed_turns == 1
+
+
+@every_form
+def test_the_next_prompt_begins_with_pairs(name: str) -> None:
+    """In the tokenizer's own tokens, also where turns are not found. MiniMax's template leaves out the thinking that it
+    opens itself, so a turn has some."""
+    of = family_of(name)
+    talk = Talk(of, thinking=False, tools=TOOLS)
+    talk.say("hi")
+    thought = "hm\n</think>\n\n\n" if name == "minimax_m2" else ""
+    text = thought + written(name, ("read_file", {"path": "a b  c", "lines": 3}))
+    kept = talk.answer(of.tokenizer.encode(text))
+    assert talk.results("done") == 1
+    assert num_common(kept, talk.stitched().ids) == len(kept)
+
+
+@pytest.mark.parametrize("name", sampled(PAIRS, {"told", "own_lines"}))
+def test_the_one_allowed_call_in_pairs_is_closed_as_the_template_writes_it(name: str) -> None:
+    """Wherever tokens end, its tokens and what closes it are the template's text; those of a second call are not."""
+    of, text = family_of(name), written(name, ("read_file", {"path": "a b  c", "lines": 3}))
+    more = written(name, ("read_file", {"path": "a b  c", "lines": 3}), ("any", {}))
+    for said in (text, more):
+        for split in range(0, len(said), 7):
+            ids = of.tokenizer.encode(said[:split]) + of.tokenizer.encode(said[split:])
+            splitter = Splitter(of.output_format, starts_in_reasoning=False, tools=TOOLS)
+            answer = AnswerReader(of.tokenizer.detokenizer(()), StopScanner(()), splitter, allows_many_calls=False)
+            [_] = calls_of([delta for token in ids for delta in answer.feed([token])])
+            kept = answer.said_tokens()
+            closed = ids[: kept.num_tokens] + (of.tokenizer.encode(kept.rest) if kept.rest else ())
+            assert of.tokenizer.decode(closed) == text
+
+
+# --- templates that nobody wrote --------------------------------------------------------------------------------------
+
+SPACE = st.sampled_from(["", "", "\n", " ", "\n  "])
+BODIES = st.builds(
+    lambda tag, call, key, value, end, gap, rest, spaces: (
+        f"{tag[0]}{spaces[0]}{CALLS}{call[0]}{{{{ c.name }}}}{call[1]}{spaces[1]}{PAIR}{key}{{{{ k }}}}{value}{VALUE}"
+        f"{end}{{{{ '{gap}' if not loop.last }}}}{{% endfor %}}{spaces[2]}{call[2]}{spaces[3]}{{% endfor %}}{tag[1]}"
+        f"{rest}"
+    ),
+    st.sampled_from([("<calls>", "</calls>"), ("[CALLS]", "[/CALLS]"), ("<|calls|>", ""), ("", "")]),
+    st.sampled_from(
+        [("<call>", "", "</call>"), ('<do name="', '">', "</do>"), ("[CALL]", "(", ")"), ("<fn=", ">", "<end>")]
+    ),
+    st.sampled_from(["<key>", '<arg name="', "<arg=", "[KEY]", "- ", "§"]),
+    st.sampled_from(["</key><value>", '">', ">\n", "[VALUE]", ": ", "=", "</key>\n<value>\n", f'" of="{VALUE}">']),
+    st.sampled_from(["</value>", "</arg>\n", "\n</arg>\n", "[END]", ";", "\n", "¶"]),
+    st.sampled_from(["", ",", "\\n", ", "]),
+    st.sampled_from(["", "\n", "<done>"]),
+    st.tuples(SPACE, SPACE, SPACE, SPACE),
+)
+
+
+PLAIN: list[tuple[str, JsonObject]] = [
+    ("zero", {"a": "x\n  y", "b": [1, None, {"c": "d"}], "c": True}), ("one", {}), ("two", {"a": ""}),
+]  # fmt: skip
+PLAIN_TOOLS = tuple(tool for name, arguments in PLAIN for tool in typed_tools([name], arguments))
+
+
+@settings(max_examples=num_examples(10), deadline=None)
+@given(BODIES, st.lists(st.dictionaries(KEYS, ODD | JSON, max_size=3), min_size=1, max_size=3), st.data())
+def test_what_a_template_of_pairs_writes_is_read_and_held(
+    body: str, said: list[JsonObject], data: st.DataObject
+) -> None:
+    """Of every template whose form is believed: what it writes is read back, cut anywhere, and can be forced."""
+    source = f"{HEAD}{body}{TAIL}"
+    row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    if isinstance(row, NoRow):
+        return
+    calls = list(zip(NAMES, said[: None if row.between is not None else 1], strict=False))
+    tools = tuple(tool for tool_name, each in calls for tool in typed_tools([tool_name], each))
+    text = rendered(source, calls)
+    output_format = select_format("auto", "", (), None, row)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    for pieces in ([text], [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]):
+        found, content = read(output_format, pieces, tools)
+        assert [(tool, json.loads(each)) for tool, each in found] == calls, (row, text)
+        assert not content.strip(), (row, text)
+    text = rendered(source, PLAIN[: None if row.between is not None else 1]).strip()
+    case = Setup(byte_tokenizer(()), output_format)
+    assert case.accepts(case.grammar(ToolChoice("required"), tools=PLAIN_TOOLS), text), (row, text)
