@@ -5,8 +5,9 @@ added token can be tokenised by itself. Exceptions are looked up in the tokenize
 and no messages.
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
 
@@ -25,7 +26,8 @@ class Cutter:
     def __init__(self, tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
         added = {token.content: token for token in tokenizer.backend.get_added_tokens_decoder().values()}
         wanted = sorted({token for token in tokens if token in added})
-        safe = [token for token in wanted if _stands_alone(added[token], added, tokenizer.backend)]
+        normalises = _changes_text(tokenizer.backend.normalizer)
+        safe = [token for token in wanted if _stands_alone(added[token], added, normalises=normalises)]
         self.tokens = frozenset(_proved(tokenizer, safe))
         self._pattern = _pattern(self.tokens)
 
@@ -46,11 +48,19 @@ def _cut(pattern: re.Pattern[str] | None, text: str) -> list[Piece]:
     return pieces
 
 
-def _stands_alone(
-    cut: tokenizers.AddedToken, added: dict[str, tokenizers.AddedToken], backend: tokenizers.Tokenizer
-) -> bool:
+def _changes_text(normalizer: tokenizers.normalizers.Normalizer | None) -> bool:
+    """Whether a normaliser may change a text; an empty list of them does not."""
+    return normalizer is not None and _does_something(json.loads(normalizer.__getstate__()))
+
+
+def _does_something(state: Mapping[str, object]) -> bool:
+    steps = state.get("normalizers")
+    return not isinstance(steps, list) or any(map(_does_something, steps))
+
+
+def _stands_alone(cut: tokenizers.AddedToken, added: dict[str, tokenizers.AddedToken], *, normalises: bool) -> bool:
     """Whether the text before the token neither decides that it is found nor depends on it."""
-    if cut.lstrip or cut.single_word or (cut.normalized and backend.normalizer is not None):
+    if cut.lstrip or cut.single_word or (cut.normalized and normalises):
         return False
     if (cut.content[0].isalnum() or cut.content[0] == "_") and any(token.single_word for token in added.values()):
         return False
