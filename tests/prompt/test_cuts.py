@@ -86,8 +86,8 @@ def add(*names: str, **flags: bool) -> Callable[[tokenizers.Tokenizer], None]:
         (marked(AddedToken(MARK, single_word=True)), f"word{MARK}"),
         (marked(AddedToken("<|MARK|>", normalized=True), lower), "x<|mark|>"),
         (marked(AddedToken("<|MARK|>", normalized=True), nothing_and_lower), "x<|mark|>"),
-        (marked(AddedToken(MARK), add("x<|mark|>y")), f"x{MARK}y"),
-        (marked(AddedToken(MARK), add("hello<|m")), f"hello{MARK}"),
+        (marked(AddedToken(MARK), add("x<|mark|>y", rstrip=True)), f"x{MARK}y"),
+        (marked(AddedToken(MARK), add("hello<|m", single_word=True)), f"hello{MARK}"),
         (marked(AddedToken("mark"), add("the", single_word=True)), "the mark themark"),
         (marked(AddedToken(MARK, normalized=True), add("ark|>tail")), f"{MARK}tail"),
     ],
@@ -101,6 +101,35 @@ def test_a_token_that_depends_on_what_precedes_it_is_no_cut(tokenizer: Tokenizer
     cutter = Cutter(tokenizer, [MARK, "<|MARK|>", "mark"])
     assert cutter.tokens == frozenset()
     assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
+
+
+OVERLAPPING = ("]~!b[", "[e~[", "~[[e", "<|a|>", "x<|a|>y", "x<|", "]~b]")
+"""MiniMax's tokens, of which one ends as the next begins, and such as hide others or stand in them."""
+
+
+@pytest.mark.parametrize("wanted", [("[e~[", "]~b]"), ("<|a|>",), OVERLAPPING])
+def test_a_token_that_others_overlap_is_cut_at_where_the_tokenizer_finds_it(wanted: tuple[str, ...]) -> None:
+    """What stands before it may hide it; the tokens that can are found as the tokenizer finds them."""
+    tokenizer = tokenizer_of(tokenizers.Tokenizer.from_str(byte_level_backend().to_str()))
+    tokenizer.backend.add_special_tokens(list(OVERLAPPING))
+    cutter = Cutter(tokenizer, wanted)
+    assert cutter.tokens == set(wanted)
+    assert pieced(tokenizer, cutter, "a]~!b[e~[x<|a|>y[e~[") == tokenizer.encode("a]~!b[e~[x<|a|>y[e~[")
+
+    @settings(max_examples=num_examples(60), deadline=None)
+    @given(texts_with([*OVERLAPPING, *(token[1:] for token in OVERLAPPING)]))
+    def check(text: str) -> None:
+        assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
+
+    check()
+
+
+def test_a_token_that_others_hide_is_no_cut_where_they_hide_it() -> None:
+    """The control: a cut there would give other ids."""
+    tokenizer = tokenizer_of(tokenizers.Tokenizer.from_str(byte_level_backend().to_str()))
+    tokenizer.backend.add_special_tokens(list(OVERLAPPING))
+    assert Cutter(tokenizer, ["[e~["]).cut("a]~!b[e~[ [e~[") == [("", "a]~!b[e~[ "), ("[e~[", "")]
+    assert tokenizer.encode("a]~!b") + tokenizer.encode("[e~[") != tokenizer.encode("a]~!b[e~[")
 
 
 def test_a_normaliser_that_is_an_empty_list_changes_no_token() -> None:
