@@ -62,11 +62,8 @@ def _offsets_of(ids: Sequence[int], token: int) -> Iterator[int]:
 
 def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarkers:
     """Render a short conversation and find the special tokens between its messages."""
-    messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
-    prompt = template.render(messages, thinking=False)
-    encoded = tokenizer.backend.encode(prompt.text, add_special_tokens=False)
     special = frozenset(tokenizer.backend.get_added_tokens_decoder())
-    gaps = _gaps(prompt.text, encoded.ids, encoded.offsets)
+    gaps = _gaps_in_both_modes(tokenizer, template, special)
     if len(gaps) < len(_PROBE) - 1:
         return MessageMarkers(frozenset(), (), special)
     to_assistant, to_user = gaps[-2], gaps[-1]
@@ -80,14 +77,31 @@ def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarker
     return MessageMarkers(frozenset(openers), _from(to_user, openers), special)
 
 
-def _gaps(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _gaps_in_both_modes(tokenizer: Tokenizer, template: ChatTemplate, special: frozenset[int]) -> list[tuple[int, ...]]:
+    """The gaps, each without what only one of thinking on and off writes behind a message's text."""
+    off, on = (_gaps(tokenizer, template, thinking=thinking) for thinking in (False, True))
+    shared = (_shared_end(one, other) for one, other in zip(off, on, strict=False))
+    return [end if special.intersection(end) else gap for gap, end in zip(off, shared, strict=False)]
+
+
+def _shared_end(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return tuple(one[len(one) - num_shared :])
+
+
+def _gaps(tokenizer: Tokenizer, template: ChatTemplate, *, thinking: bool) -> list[tuple[int, ...]]:
     """The ids between neighbouring probe texts, if all of them were rendered."""
+    messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
+    text = template.render(messages, thinking=thinking).text
+    encoded = tokenizer.backend.encode(text, add_special_tokens=False)
     places = [text.find(words) for _, words in _PROBE]
     gaps = []
     for (_, words), place, following in zip(_PROBE, places, places[1:], strict=False):
         if place >= 0 and following >= 0:
             start, end = place + len(words), following
-            gaps.append(tuple(token for token, (left, _) in zip(ids, offsets, strict=True) if start <= left < end))
+            pairs = zip(encoded.ids, encoded.offsets, strict=True)
+            gaps.append(tuple(token for token, (left, _) in pairs if start <= left < end))
     return gaps
 
 

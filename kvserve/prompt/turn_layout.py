@@ -16,6 +16,8 @@ from kvserve.prompt.writing import REASONING_TAGS
 _ANSWER = "Green stone"
 _LATER = "Violet moon"
 _PROBE = (("user", "Amber lake"), ("assistant", _ANSWER), ("user", _LATER))
+_QUESTION = (("user", "Silver pine"),)
+"""Asked in other words than the probe, which a header cannot share then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
         return TurnLayout(openers, ends)
     ends |= {end} - openers
     shown = [_from_last(text[:answer], openers)]
-    shown += [_from_last(_written(template, _PROBE[:1], thinking=thinking), openers) for thinking in (False, True)]
+    shown += [_from_last(_written(template, _QUESTION, thinking=thinking), openers) for thinking in (False, True)]
     header = _shared_header(tokenizer, shown)
     is_anyones = not header or _from_last(text[:later], openers).startswith(header)
     return TurnLayout(openers, ends, "" if is_anyones else header, end)

@@ -1,11 +1,15 @@
 """What opens and ends an assistant's turn, per family, on the real templates."""
 
+from dataclasses import replace
+
 import pytest
+import tokenizers
 
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
-from kvserve.prompt.turn_layout import learn_layout
+from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from tests.prompt.samples import HOSTILE, byte_level_backend, tokenizer_of
 from tests.prompt.turns import ENDS, FAMILIES, HEADERS, family
 
@@ -48,3 +52,34 @@ def test_turns_that_cannot_be_told_apart_are_left_alone(source: str) -> None:
     markers = learn_markers(tokenizer, template)
     assert markers.openers
     assert learn_layout(tokenizer, template, markers).header == ""
+
+
+def small(source: str, *tokens: str, stops: tuple[str, ...] = ()) -> Tokenizer:
+    """A tokenizer with these tokens, of which `stops` end an answer."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
+    backend.add_special_tokens(list(tokens))
+    tokenizer = tokenizer_of(backend, source)
+    return replace(tokenizer, stop_token_ids=frozenset(backend.token_to_id(token) for token in stops))
+
+
+def layout_of(tokenizer: Tokenizer) -> TurnLayout:
+    """What is found, if turns are replayed by it."""
+    template = ChatTemplate(tokenizer)
+    markers = learn_markers(tokenizer, template)
+    assert Stitcher.of(tokenizer, template, markers).replays
+    return learn_layout(tokenizer, template, markers)
+
+
+TAIL = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize("quiet", ["/quiet", "<|quiet|>", " /quiet\n<|quiet|>"])
+def test_what_only_one_mode_writes_behind_a_question_is_no_header(quiet: str) -> None:
+    """As GLM-4.6 asks for no thinking: the answer's header begins behind it, in both modes."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'user' and enable_thinking is defined "
+        f"and not enable_thinking %}}{quiet}{{% endif %}}{{% endfor %}}{TAIL}"
+    )
+    tokenizer = small(source, "<|user|>", "<|assistant|>", "<|quiet|>", stops=("<|user|>",))
+    layout = layout_of(tokenizer)
+    assert (layout.header, layout.openers) == ("<|assistant|>", {"<|user|>", "<|assistant|>"})
