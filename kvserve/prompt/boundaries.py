@@ -7,7 +7,7 @@ without special tokens has none.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from kvserve.core import Message, MessageStart, TextBlock
 from kvserve.prompt.template import ChatTemplate
@@ -69,12 +69,23 @@ def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarker
     to_assistant, to_user = gaps[-2], gaps[-1]
     shared = [ids[0] for ids in takewhile(lambda pair: pair[0] == pair[1], zip(to_assistant, to_user, strict=False))]
     opener = next((token for token in reversed(shared) if token in special), None)
+    if opener is None:
+        opener = _parting(to_assistant, to_user, special)
     if opener is not None:
         return MessageMarkers(frozenset({opener}), _from(to_user, {opener}), special)
-    openers = {token for gap in gaps for token in gap[:1] if token in special}
+    firsts = (next((token for token in gap if token in special), None) for gap in gaps)
+    openers = {token for token in firsts if token is not None}
     if openers:  # the roles are tokens themselves: the probe met two of them, the others go by their usual names
         openers |= {token for name in _ROLE_TOKENS if (token := tokenizer.token_id(name)) is not None}
     return MessageMarkers(frozenset(openers), _from(to_user, openers), special)
+
+
+def _parting(one: Sequence[int], other: Sequence[int], special: frozenset[int]) -> int | None:
+    """The first special token that both gaps have and behind which they part: the roles differ there, whatever ends
+    the messages before."""
+    behind = {token: following for token, following in reversed(list(pairwise(other)))}
+    shared = ((token, following) for token, following in pairwise(one) if token in special and token in behind)
+    return next((token for token, following in shared if following != behind[token]), None)
 
 
 def _gaps_in_both_modes(tokenizer: Tokenizer, template: ChatTemplate, special: frozenset[int]) -> list[tuple[int, ...]]:

@@ -83,3 +83,23 @@ def test_what_only_one_mode_writes_behind_a_question_is_no_header(quiet: str) ->
     tokenizer = small(source, "<|user|>", "<|assistant|>", "<|quiet|>", stops=("<|user|>",))
     layout = layout_of(tokenizer)
     assert (layout.header, layout.openers) == ("<|assistant|>", {"<|user|>", "<|assistant|>"})
+
+
+def test_a_line_end_before_the_token_that_begins_a_message_is_no_opener() -> None:
+    """As Nemotron Nano v2 writes it: a line end behind every text, and only answers end in a token of their own."""
+    source = (
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}\n"
+        "{% if m.role == 'assistant' %}<|over|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    layout = layout_of(small(source, "<|turn|>", "<|over|>", stops=("<|over|>",)))
+    assert layout == TurnLayout(frozenset({"<|turn|>"}), frozenset({"<|over|>"}), "<|turn|>assistant\n", "<|over|>")
+
+
+def test_a_line_end_before_tokens_that_are_roles_is_no_opener() -> None:
+    """Each role has its token, and a line end stands before it."""
+    tokenizer = small(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}" + TAIL, "<|user|>", "<|assistant|>"
+    )
+    layout = layout_of(tokenizer)
+    assert (layout.header, layout.openers) == ("<|assistant|>", {"<|user|>", "<|assistant|>"})
