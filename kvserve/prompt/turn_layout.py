@@ -39,7 +39,9 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     """Render a short conversation and its generation tails, and read the text around the answer."""
     added = {id: token.content for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
     openers = frozenset(added[id] for id in markers.openers)
-    ends = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added) - openers
+    # A role's token may end an answer too; there it begins what follows, and cutting at it would cut a header.
+    roles = openers.union(added[id] for id in markers.user_header if id in added)
+    ends = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added) - roles
     text = _written(template, _PROBE, thinking=False)
     answer, later = text.find(_ANSWER), text.find(_LATER)
     if not openers or answer < 0 or later < 0:
@@ -53,6 +55,7 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     shown += [_from_last(_written(template, _QUESTION, thinking=thinking), openers) for thinking in (False, True)]
     header = _shared_header(tokenizer, shown)
     is_anyones = not header or _from_last(text[:later], openers).startswith(header)
+    ends -= {token for token in ends if token in header}
     return TurnLayout(openers, ends, "" if is_anyones else header, end)
 
 

@@ -103,3 +103,14 @@ def test_a_line_end_before_tokens_that_are_roles_is_no_opener() -> None:
     )
     layout = layout_of(tokenizer)
     assert (layout.header, layout.openers) == ("<|assistant|>", {"<|user|>", "<|assistant|>"})
+
+
+def test_a_role_that_ends_an_answer_too_does_not_cut_a_header() -> None:
+    """As Phi-3.5 has it, where the tokens of the roles are among those that stop it."""
+    source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}" + TAIL.replace(
+        "|>", "|>\n"
+    )
+    layout = layout_of(
+        small(source, "<|user|>", "<|assistant|>", "<|end|>", stops=("<|end|>", "<|user|>", "<|assistant|>"))
+    )
+    assert layout == TurnLayout(frozenset({"<|end|>"}), frozenset(), "<|end|>\n<|assistant|>\n", "<|end|>")
