@@ -104,7 +104,7 @@ def _shared_end(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 def _gaps(tokenizer: Tokenizer, template: ChatTemplate, *, thinking: bool) -> list[tuple[int, ...]]:
     """The ids between neighbouring probe texts, if all of them were rendered."""
     messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
-    text = template.render(messages, thinking=thinking).text
+    text = template.render(messages, template.needed_tools, thinking=thinking).text
     encoded = tokenizer.backend.encode(text, add_special_tokens=False)
     places = [text.find(words) for _, words in _PROBE]
     gaps = []

@@ -61,7 +61,7 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
 
 def _written(template: ChatTemplate, said: Sequence[tuple[str, str]], *, thinking: bool) -> str:
     messages = tuple(Message(role, (TextBlock(text),)) for role, text in said)  # type: ignore[arg-type]
-    return template.write(messages, thinking=thinking).text
+    return template.write(messages, template.needed_tools, thinking=thinking).text
 
 
 def _from_last(text: str, openers: frozenset[str]) -> str:

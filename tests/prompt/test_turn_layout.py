@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import tokenizers
 
+from kvserve.core import Message, TextBlock, ToolSpec
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
@@ -114,3 +115,21 @@ def test_a_role_that_ends_an_answer_too_does_not_cut_a_header() -> None:
         small(source, "<|user|>", "<|assistant|>", "<|end|>", stops=("<|end|>", "<|user|>", "<|assistant|>"))
     )
     assert layout == TurnLayout(frozenset({"<|end|>"}), frozenset(), "<|end|>\n<|assistant|>\n", "<|end|>")
+
+
+def test_a_template_that_fails_without_tools_is_used_with_tools() -> None:
+    """As Hermes 3 walks through its tools: with one it is the template's own prompt, and its turns are found."""
+    tokenizer = small(
+        "{% for t in tools %}{{ t.function.description }} {{ t.function | tojson }}\n{% endfor %}"
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|over|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}",
+        *("<|turn|>", "<|over|>"),
+        stops=("<|over|>",),
+    )
+    template = ChatTemplate(tokenizer)
+    question = (Message("user", (TextBlock("Where?"),)),)
+    prompt = template.write(question, (ToolSpec("look", "Looks.", {"type": "object"}),), thinking=False)
+    assert prompt.text.startswith('Looks. {"name": "look", ') and not prompt.notes
+    assert prompt.text.endswith("}\n<|turn|>user\nWhere?<|over|><|turn|>assistant\n")
+    assert template.write(question, thinking=False).notes[-1] == "no chat template: rendered as labelled plain text"
+    assert layout_of(tokenizer).header == "<|turn|>assistant\n"
