@@ -3,7 +3,7 @@
 The layout decides only where emitted ids may replace a rendered turn; without one they never do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -41,13 +41,14 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     openers = frozenset(added[id] for id in markers.openers)
     # A role's token may end an answer too; there it begins what follows, and cutting at it would cut a header.
     roles = openers.union(added[id] for id in markers.user_header if id in added)
-    ends = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added) - roles
+    stops = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added)
+    ends = stops - roles
     text = _written(template, _PROBE, thinking=False)
     answer, later = text.find(_ANSWER), text.find(_LATER)
     if not openers or answer < 0 or later < 0:
         return TurnLayout(openers, ends)
     behind = text[answer + len(_ANSWER) : later].lstrip()
-    end = max((token for token in added.values() if behind.startswith(token)), key=len, default=None)
+    end = _end(behind, added.values(), stops)
     if end is None:
         return TurnLayout(openers, ends)
     ends |= {end} - openers
@@ -57,6 +58,20 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     is_anyones = not header or _from_last(text[:later], openers).startswith(header)
     ends -= {token for token in ends if token in header}
     return TurnLayout(openers, ends, "" if is_anyones else header, end)
+
+
+def _end(behind: str, added: Collection[str], stops: Collection[str]) -> str | None:
+    """The token that ends an answer: the first behind it, or the stop token behind such as a model writes itself."""
+    first, token, rest = None, _first_token(behind, added), behind
+    while token is not None and token not in stops:
+        first = first or token
+        rest = rest.removeprefix(token).lstrip()
+        token = _first_token(rest, added)
+    return token or first
+
+
+def _first_token(text: str, added: Collection[str]) -> str | None:
+    return max((token for token in added if text.startswith(token)), key=len, default=None)
 
 
 def _written(template: ChatTemplate, said: Sequence[tuple[str, str]], *, thinking: bool) -> str:

@@ -133,3 +133,17 @@ def test_a_template_that_fails_without_tools_is_used_with_tools() -> None:
     assert prompt.text.endswith("}\n<|turn|>user\nWhere?<|over|><|turn|>assistant\n")
     assert template.write(question, thinking=False).notes[-1] == "no chat template: rendered as labelled plain text"
     assert layout_of(tokenizer).header == "<|turn|>assistant\n"
+
+
+def test_the_end_is_the_token_that_stops_an_answer_behind_those_that_it_writes_itself() -> None:
+    """As Cohere frames what is said; where no token behind an answer stops one, the first is its end."""
+    source = (
+        "{% for m in messages %}<|turn|><|{{ m.role }}|>{% if m.role == 'assistant' %}<|says|>{{ m.content }}<|/says|>"
+        "{% else %}{{ m.content }}{% endif %}<|over|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|><|assistant|>{% endif %}"
+    )
+    tokens = ("<|turn|>", "<|user|>", "<|assistant|>", "<|says|>", "<|/says|>", "<|over|>")
+    layout = layout_of(small(source, *tokens, stops=("<|over|>",)))
+    ends = frozenset({"<|over|>"})
+    assert layout == TurnLayout(frozenset({"<|turn|>"}), ends, "<|turn|><|assistant|>", "<|over|>")
+    assert layout_of(small(source, *tokens)).end == "<|/says|>"
