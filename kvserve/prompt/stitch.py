@@ -88,10 +88,12 @@ class Stitcher:
         self._tokenizer = tokenizer
         self._encode = (control or ControlTokens(tokenizer, ())).encode
         self._markers = markers
-        self._cutter = Cutter(tokenizer, layout.openers | layout.ends)
+        wanted = layout.openers | layout.ends
+        self._cutter = Cutter(tokenizer, {*wanted, layout.result_end})
         # Only a turn that is cut off exactly at its end can be replaced.
-        is_cut = layout.openers | layout.ends <= self._cutter.tokens
-        self._layout = layout if is_cut else replace(layout, header="")
+        if layout.result_end not in self._cutter.tokens:
+            layout = replace(layout, result_header="")
+        self._layout = layout if wanted <= self._cutter.tokens else replace(layout, header="", result_header="")
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
@@ -207,6 +209,8 @@ class Stitcher:
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
             # The model continues right behind an unfinished turn: there white space counts, too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
+                continue
+            if not emitted.text.startswith(units[span.start].header):
                 continue
             if not _names_alike(emitted, units[span.start : span.stop], says):
                 continue

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import tokenizers
 
-from kvserve.core import Message, TextBlock, ToolSpec
+from kvserve.core import Message, TextBlock, ToolSpec, Written
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.template import ChatTemplate, PromptText
+from kvserve.prompt.token_replay import MessageParts, Unit, behind_header, find_units
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from tests.prompt.samples import HOSTILE, byte_level_backend, tokenizer_of
@@ -147,3 +148,64 @@ def test_the_end_is_the_token_that_stops_an_answer_behind_those_that_it_writes_i
     ends = frozenset({"<|over|>"})
     assert layout == TurnLayout(frozenset({"<|turn|>"}), ends, "<|turn|><|assistant|>", "<|over|>")
     assert layout_of(small(source, *tokens)).end == "<|/says|>"
+
+
+RESULTS_END = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "[RESULT]{{ m.content }}[/RESULT]{% elif m.tool_calls %}{% for c in m.tool_calls %}"
+    "[CALL]{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}</s>"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_an_answer_to_a_result_begins_behind_the_token_that_ends_the_result() -> None:
+    """As Mistral and DeepSeek write it, without a header; a second result is no answer."""
+    layout = layout_of(
+        small(RESULTS_END, "[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "[CALL]", "</s>", stops=("</s>",))
+    )
+    assert layout.headers == ("[/INST]", "[/RESULT]") and layout.others == {"[RESULT]"}
+    pieces = [
+        ("", "[INST]q"),
+        ("[/INST]", "[CALL]a"),
+        ("</s>", "[RESULT]x"),
+        ("[/RESULT]", "[RESULT]y"),
+        ("[/RESULT]", "a"),
+    ]
+    units = [Unit(1, 0, "[CALL]a", "[/INST]"), Unit(4, 1, "a", "[/RESULT]")]
+    assert find_units(pieces, layout) == units
+    assert find_units([*pieces[:4], ("[/RESULT]", "")], layout) == [units[0], Unit(4, 1, "", "[/RESULT]")]
+    assert behind_header("[/RESULT]a</s>", layout) == "a</s>"
+
+
+def test_a_second_result_that_looks_like_an_answer_is_none() -> None:
+    """Where no token begins a result, the end of another one says nothing."""
+    source = RESULTS_END.replace("[RESULT]", "")
+    layout = layout_of(small(source, "[INST]", "[/INST]", "[/RESULT]", "[CALL]", "</s>", stops=("</s>",)))
+    assert layout.headers == ("[/INST]",)
+
+
+class Reads:
+    """All of a turn is its content."""
+
+    key = "all"
+
+    def __call__(self, text: str) -> MessageParts:
+        return "", text.removesuffix("</s>"), ()
+
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(("header", "num_replayed"), [("[/RESULT]", 1), ("[/INST]", 0)])
+def test_an_answer_is_replayed_only_behind_the_header_that_the_model_read(header: str, num_replayed: int) -> None:
+    """The same words behind a question are another place: a replay there would take the result's end away."""
+    tokenizer = small(RESULTS_END, "[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "[CALL]", "</s>", stops=("</s>",))
+    template = ChatTemplate(tokenizer)
+    stitcher = Stitcher.of(tokenizer, template, learn_markers(tokenizer, template))
+    odd = tokenizer.encode("hel") + tokenizer.encode("lo world")
+    written = Written(Message("assistant", (TextBlock("hello world"),)), tokenizer.encode(header), odd, False)
+    text = "[INST]q[/INST][CALL]look{}</s>[RESULT]x[/RESULT]hello world</s>[INST]z[/INST]"
+    stitched = stitcher.tokens(PromptText(text, False), (None, written), Reads())
+    assert stitched.num_replayed_turns == num_replayed
+    assert tokenizer.decode(stitched.ids) == text
+    assert (stitched.ids == tokenizer.encode(text)) is not bool(num_replayed)
