@@ -26,6 +26,7 @@ from kvserve.prompt.writing import open_tag
 MEMO_BYTES = 128 * 2**20
 _BYTES_PER_TOKEN = 8
 """Equal ids share one int object, which makes copying a long prompt fast."""
+_WORD = "said"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +231,20 @@ class Stitcher:
         ids = written.prefix_ids + written.ids
         text = self._tokenizer.decode(ids)
         behind = behind_header(text, self._layout)
-        said = says(behind) if behind is not None and self._ends_in_words(ids) else None
+        said = None
+        if behind is not None and self._ends_in_words(ids):
+            said = says(behind.removeprefix(self._closed_thinking(written, says)))
         emitted = _Emitted(written, text, said, self._with_starts(ids))
         self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
         return emitted
+
+    def _closed_thinking(self, written: Written, says: ReadsMessages) -> str:
+        """What the template itself thought before the answer, in the prompt's tail, which history does not have; ""
+        where it thought nothing, and where the model goes on with it."""
+        tail = behind_header(self._tokenizer.decode(written.prefix_ids), self._layout)
+        if tail is None or tail not in self._layout.tails:
+            return ""
+        return tail if says(tail)[0] and says(f"{tail}{_WORD}")[1] == _WORD else ""
 
     def _ends_in_words(self, ids: tuple[int, ...]) -> bool:
         """Whether the template's end may follow: an answer can also be cut between two of its messages.

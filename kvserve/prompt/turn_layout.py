@@ -35,7 +35,7 @@ class TurnLayout:
     or do not end in one of the tokens. `end` is the token that the template writes behind an assistant's words, "" if
     it writes none. `result_header` is what answers to a tool's result begin with where they have no such header: the
     token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
-    `others` behind it is no answer.
+    `others` behind it is no answer. `tails` are what a prompt's end has behind the header.
     """
 
     openers: frozenset[str]
@@ -45,6 +45,7 @@ class TurnLayout:
     result_header: str = ""
     result_end: str = ""
     others: frozenset[str] = frozenset()
+    tails: frozenset[str] = frozenset()
 
     @property
     def headers(self) -> tuple[str, ...]:
@@ -76,7 +77,8 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     ends -= {token for token in ends if token in header}
     if is_anyones:
         return TurnLayout(openers, ends, end=end)
-    layout = TurnLayout(openers, ends, header, end)
+    tails = frozenset(tail.removeprefix(header) for tail in shown[1:])
+    layout = TurnLayout(openers, ends, header, end, tails=tails)
     return _with_result_header(template, layout, added.values())
 
 

@@ -95,7 +95,9 @@ def test_a_line_end_before_the_token_that_begins_a_message_is_no_opener() -> Non
         "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
     )
     layout = layout_of(small(source, "<|turn|>", "<|over|>", stops=("<|over|>",)))
-    assert layout == TurnLayout(frozenset({"<|turn|>"}), frozenset({"<|over|>"}), "<|turn|>assistant\n", "<|over|>")
+    assert replace(layout, tails=frozenset()) == TurnLayout(
+        frozenset({"<|turn|>"}), frozenset({"<|over|>"}), "<|turn|>assistant\n", "<|over|>"
+    )
 
 
 def test_a_line_end_before_tokens_that_are_roles_is_no_opener() -> None:
@@ -115,7 +117,9 @@ def test_a_role_that_ends_an_answer_too_does_not_cut_a_header() -> None:
     layout = layout_of(
         small(source, "<|user|>", "<|assistant|>", "<|end|>", stops=("<|end|>", "<|user|>", "<|assistant|>"))
     )
-    assert layout == TurnLayout(frozenset({"<|end|>"}), frozenset(), "<|end|>\n<|assistant|>\n", "<|end|>")
+    assert replace(layout, tails=frozenset()) == TurnLayout(
+        frozenset({"<|end|>"}), frozenset(), "<|end|>\n<|assistant|>\n", "<|end|>"
+    )
 
 
 def test_a_template_that_fails_without_tools_is_used_with_tools() -> None:
@@ -146,7 +150,9 @@ def test_the_end_is_the_token_that_stops_an_answer_behind_those_that_it_writes_i
     tokens = ("<|turn|>", "<|user|>", "<|assistant|>", "<|says|>", "<|/says|>", "<|over|>")
     layout = layout_of(small(source, *tokens, stops=("<|over|>",)))
     ends = frozenset({"<|over|>"})
-    assert layout == TurnLayout(frozenset({"<|turn|>"}), ends, "<|turn|><|assistant|>", "<|over|>")
+    assert replace(layout, tails=frozenset()) == TurnLayout(
+        frozenset({"<|turn|>"}), ends, "<|turn|><|assistant|>", "<|over|>"
+    )
     assert layout_of(small(source, *tokens)).end == "<|/says|>"
 
 
@@ -209,3 +215,31 @@ def test_an_answer_is_replayed_only_behind_the_header_that_the_model_read(header
     assert stitched.num_replayed_turns == num_replayed
     assert tokenizer.decode(stitched.ids) == text
     assert (stitched.ids == tokenizer.encode(text)) is not bool(num_replayed)
+
+
+class ReadsThinking(Reads):
+    """What stands between tags is thinking."""
+
+    def __call__(self, text: str) -> MessageParts:
+        thought, closed, said = text.partition("</think>")
+        return (thought.removeprefix("<think>"), said.removesuffix("<|over|>"), ()) if closed else ("", text, ())
+
+
+@pytest.mark.parametrize(("tail", "num_replayed"), [("<think>No time.</think>", 1), ("<think>My own.</think>", 0)])
+def test_what_the_template_thinks_in_a_prompts_tail_is_not_the_answers(tail: str, num_replayed: int) -> None:
+    """As Seed-OSS has its budget said: history has the answer alone, with the ids of the tail that the model read. What
+    a client put there instead is its own, and stays where it is."""
+    source = (
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}"
+        "<|turn|>assistant\n{% if not enable_thinking %}<think>No time.</think>{% endif %}{% endif %}"
+    )
+    tokenizer = small(source, "<|turn|>", "<|over|>", stops=("<|over|>",))
+    template = ChatTemplate(tokenizer)
+    stitcher = Stitcher.of(tokenizer, template, learn_markers(tokenizer, template))
+    prefix = tokenizer.encode(f"<|turn|>assistant\n{tail}")
+    odd = tokenizer.encode("hel") + tokenizer.encode("lo world")
+    written = Written(Message("assistant", (TextBlock("hello world"),)), prefix, odd, False)
+    history = "<|turn|>user\nq<|over|><|turn|>assistant\n{}hello world<|over|><|turn|>user\nz<|over|>"
+    stitched = stitcher.tokens(PromptText(history.format(""), False), (written,), ReadsThinking())
+    assert stitched.num_replayed_turns == num_replayed
+    assert tokenizer.decode(stitched.ids) == history.format(tail if num_replayed else "")
