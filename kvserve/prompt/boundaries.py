@@ -7,7 +7,7 @@ without special tokens has none.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from kvserve.core import Message, MessageStart, TextBlock
 from kvserve.prompt.template import ChatTemplate
@@ -62,32 +62,57 @@ def _offsets_of(ids: Sequence[int], token: int) -> Iterator[int]:
 
 def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarkers:
     """Render a short conversation and find the special tokens between its messages."""
-    messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
-    prompt = template.render(messages, thinking=False)
-    encoded = tokenizer.backend.encode(prompt.text, add_special_tokens=False)
     special = frozenset(tokenizer.backend.get_added_tokens_decoder())
-    gaps = _gaps(prompt.text, encoded.ids, encoded.offsets)
+    gaps = _gaps_in_both_modes(tokenizer, template, special)
     if len(gaps) < len(_PROBE) - 1:
         return MessageMarkers(frozenset(), (), special)
     to_assistant, to_user = gaps[-2], gaps[-1]
     shared = [ids[0] for ids in takewhile(lambda pair: pair[0] == pair[1], zip(to_assistant, to_user, strict=False))]
     opener = next((token for token in reversed(shared) if token in special), None)
+    if opener is None:
+        opener = _parting(to_assistant, to_user, special)
     if opener is not None:
         return MessageMarkers(frozenset({opener}), _from(to_user, {opener}), special)
-    openers = {token for gap in gaps for token in gap[:1] if token in special}
+    firsts = (next((token for token in gap if token in special), None) for gap in gaps)
+    openers = {token for token in firsts if token is not None}
     if openers:  # the roles are tokens themselves: the probe met two of them, the others go by their usual names
         openers |= {token for name in _ROLE_TOKENS if (token := tokenizer.token_id(name)) is not None}
     return MessageMarkers(frozenset(openers), _from(to_user, openers), special)
 
 
-def _gaps(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _parting(one: Sequence[int], other: Sequence[int], special: frozenset[int]) -> int | None:
+    """The first special token that both gaps have and behind which they part: the roles differ there, whatever ends
+    the messages before."""
+    behind = {token: following for token, following in reversed(list(pairwise(other)))}
+    shared = ((token, following) for token, following in pairwise(one) if token in special and token in behind)
+    return next((token for token, following in shared if following != behind[token]), None)
+
+
+def _gaps_in_both_modes(tokenizer: Tokenizer, template: ChatTemplate, special: frozenset[int]) -> list[tuple[int, ...]]:
+    """The gaps, each without what only one of thinking on and off writes behind a message's text."""
+    off, on = (_gaps(tokenizer, template, thinking=thinking) for thinking in (False, True))
+    shared = (_shared_end(one, other) for one, other in zip(off, on, strict=False))
+    return [end if special.intersection(end) else gap for gap, end in zip(off, shared, strict=False)]
+
+
+def _shared_end(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return tuple(one[len(one) - num_shared :])
+
+
+def _gaps(tokenizer: Tokenizer, template: ChatTemplate, *, thinking: bool) -> list[tuple[int, ...]]:
     """The ids between neighbouring probe texts, if all of them were rendered."""
+    messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
+    text = template.render(messages, template.needed_tools, thinking=thinking).text
+    encoded = tokenizer.backend.encode(text, add_special_tokens=False)
     places = [text.find(words) for _, words in _PROBE]
     gaps = []
     for (_, words), place, following in zip(_PROBE, places, places[1:], strict=False):
         if place >= 0 and following >= 0:
             start, end = place + len(words), following
-            gaps.append(tuple(token for token, (left, _) in zip(ids, offsets, strict=True) if start <= left < end))
+            pairs = zip(encoded.ids, encoded.offsets, strict=True)
+            gaps.append(tuple(token for token, (left, _) in pairs if start <= left < end))
     return gaps
 
 

@@ -5,8 +5,9 @@ added token can be tokenised by itself. Exceptions are looked up in the tokenize
 and no messages.
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
 
@@ -25,41 +26,91 @@ class Cutter:
     def __init__(self, tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
         added = {token.content: token for token in tokenizer.backend.get_added_tokens_decoder().values()}
         wanted = sorted({token for token in tokens if token in added})
-        safe = [token for token in wanted if _stands_alone(added[token], added, tokenizer.backend)]
-        self.tokens = frozenset(_proved(tokenizer, safe))
-        self._pattern = _pattern(self.tokens)
+        normalises = _changes_text(tokenizer.backend.normalizer)
+        others = {token: _found_before(token, added) for token in wanted}
+        safe = [token for token in wanted if _stands_alone(added[token], others[token], added, normalises=normalises)]
+        hiding = {other for token in safe for other in others[token]}
+        self.tokens = frozenset(_proved(tokenizer, safe, hiding))
+        self._scan = _Scan(self.tokens, hiding)
 
     def cut(self, text: str) -> list[Piece]:
         """The pieces of `text` in order; joined they are the text again."""
-        return _cut(self._pattern, text)
+        return self._scan.cut(text)
 
 
-def _pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+class _Scan:
+    """Finds tokens from left to right and the longest first, as a tokenizer does. `hiding` ones that are no `tokens`
+    are no cut, but hide what overlaps them."""
+
+    def __init__(self, tokens: Iterable[str], hiding: Iterable[str]) -> None:
+        self._tokens = frozenset(tokens)
+        self._hides = not self._tokens.issuperset(hiding)
+        longest_first = sorted(self._tokens.union(hiding), key=lambda token: (-len(token), token))
+        any_of = "|".join(map(re.escape, longest_first))
+        self._pattern = re.compile(f"({any_of})") if self._tokens else None
+
+    def cut(self, text: str) -> list[Piece]:
+        """The pieces of `text` in order."""
+        parts = self._pattern.split(text) if self._pattern is not None else [text]
+        pieces: list[Piece] = [("", parts[0])] if parts[0] else []
+        pieces += zip(parts[1::2], parts[2::2], strict=True)
+        return self._joined(pieces) if self._hides else pieces
+
+    def _joined(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces without those that no cut begins."""
+        joined: list[Piece] = []
+        for token, body in pieces:
+            if joined and token not in self._tokens:
+                opener, before = joined[-1]
+                joined[-1] = opener, before + token + body
+            else:
+                joined.append((token, body) if token in self._tokens else ("", token + body))
+        return joined
 
 
-def _cut(pattern: re.Pattern[str] | None, text: str) -> list[Piece]:
-    parts = pattern.split(text) if pattern is not None else [text]
-    pieces: list[Piece] = [("", parts[0])] if parts[0] else []
-    pieces += zip(parts[1::2], parts[2::2], strict=True)
-    return pieces
+def _changes_text(normalizer: tokenizers.normalizers.Normalizer | None) -> bool:
+    """Whether a normaliser may change a text; an empty list of them does not."""
+    return normalizer is not None and _does_something(json.loads(normalizer.__getstate__()))
+
+
+def _does_something(state: Mapping[str, object]) -> bool:
+    steps = state.get("normalizers")
+    return not isinstance(steps, list) or any(map(_does_something, steps))
+
+
+def _found_before(token: str, added: Iterable[str]) -> frozenset[str]:
+    """The tokens that hide an occurrence of this one if they are found first, and those that hide these."""
+    found: set[str] = set()
+    new = {token}
+    while new:
+        new = {other for other in added if any(other != each and _overlaps(other, each) for each in new)} - found
+        found |= new
+    return frozenset(found - {token})
 
 
 def _stands_alone(
-    cut: tokenizers.AddedToken, added: dict[str, tokenizers.AddedToken], backend: tokenizers.Tokenizer
+    cut: tokenizers.AddedToken,
+    others: Iterable[str],
+    added: Mapping[str, tokenizers.AddedToken],
+    *,
+    normalises: bool,
 ) -> bool:
-    """Whether the text before the token neither decides that it is found nor depends on it."""
-    if cut.lstrip or cut.single_word or (cut.normalized and backend.normalizer is not None):
+    """Whether the text before the token neither depends on it nor decides that it is found, but by the plain tokens
+    `others` that overlap it."""
+    if cut.lstrip or cut.single_word or (cut.normalized and normalises):
         return False
     if (cut.content[0].isalnum() or cut.content[0] == "_") and any(token.single_word for token in added.values()):
         return False
-    others = [other for other in added if other != cut.content]
+    if not all(_is_found_alike(added[other], cut) for other in others):
+        return False
     # Normalized tokens are searched after the others, so even another token that begins later precedes them.
-    late = [other for other in others if cut.normalized and not added[other].normalized]
-    return not any(_overlaps(other, cut.content) for other in others) and not any(
-        _overlaps(cut.content, other) for other in late
-    )
+    late = [other for other in added if cut.normalized and not added[other].normalized]
+    return not any(_overlaps(cut.content, other) for other in late)
+
+
+def _is_found_alike(other: tokenizers.AddedToken, cut: tokenizers.AddedToken) -> bool:
+    """Whether both are found in one search, wherever their letters stand."""
+    return other.normalized == cut.normalized and not (other.lstrip or other.rstrip or other.single_word)
 
 
 def _overlaps(first: str, second: str) -> bool:
@@ -67,18 +118,19 @@ def _overlaps(first: str, second: str) -> bool:
     return second in first or any(second.startswith(first[start:]) for start in range(1, len(first)))
 
 
-def _proved(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """The tokens whose cuts keep the ids, tried between all neighbours and behind the ends of other cut tokens."""
-    pattern = _pattern(tokens)
-    lefts = (*_NEIGHBOURS, *tokens, *(other[:-1] for other in tokens))
+def _proved(tokenizer: Tokenizer, tokens: Sequence[str], hiding: Iterable[str]) -> list[str]:
+    """The tokens whose cuts keep the ids, tried between all neighbours and behind the ends of other tokens."""
+    scan = _Scan(tokens, hiding)
+    found = sorted({*tokens, *hiding})
+    lefts = (*_NEIGHBOURS, *found, *(other[:-1] for other in found))
     around = [(left, "word") for left in lefts] + [("word ", right) for right in _NEIGHBOURS]
     return [
         token
         for token in tokens
-        if all(_is_cut_exactly(tokenizer, pattern, f"x{left}{token}{right}") for left, right in around)
+        if all(_is_cut_exactly(tokenizer, scan, f"x{left}{token}{right}") for left, right in around)
     ]
 
 
-def _is_cut_exactly(tokenizer: Tokenizer, pattern: re.Pattern[str] | None, text: str) -> bool:
-    pieces = [tokenizer.encode(token + body) for token, body in _cut(pattern, text)]
+def _is_cut_exactly(tokenizer: Tokenizer, scan: _Scan, text: str) -> bool:
+    pieces = [tokenizer.encode(token + body) for token, body in scan.cut(text)]
     return tokenizer.encode(text) == tuple(token for piece in pieces for token in piece)

@@ -26,6 +26,7 @@ from kvserve.prompt.writing import open_tag
 MEMO_BYTES = 128 * 2**20
 _BYTES_PER_TOKEN = 8
 """Equal ids share one int object, which makes copying a long prompt fast."""
+_WORD = "said"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,12 @@ class Stitcher:
         self._tokenizer = tokenizer
         self._encode = (control or ControlTokens(tokenizer, ())).encode
         self._markers = markers
-        self._cutter = Cutter(tokenizer, layout.openers | layout.ends)
+        wanted = layout.openers | layout.ends
+        self._cutter = Cutter(tokenizer, {*wanted, layout.result_end})
         # Only a turn that is cut off exactly at its end can be replaced.
-        is_cut = layout.openers | layout.ends <= self._cutter.tokens
-        self._layout = layout if is_cut else replace(layout, header="")
+        if layout.result_end not in self._cutter.tokens:
+            layout = replace(layout, result_header="")
+        self._layout = layout if wanted <= self._cutter.tokens else replace(layout, header="", result_header="")
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
@@ -208,6 +211,8 @@ class Stitcher:
             # The model continues right behind an unfinished turn: there white space counts, too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
+            if not emitted.text.startswith(units[span.start].header):
+                continue
             if not _names_alike(emitted, units[span.start : span.stop], says):
                 continue
             closing = _closing(emitted, units[span.stop - 1], says)
@@ -226,10 +231,20 @@ class Stitcher:
         ids = written.prefix_ids + written.ids
         text = self._tokenizer.decode(ids)
         behind = behind_header(text, self._layout)
-        said = says(behind) if behind is not None and self._ends_in_words(ids) else None
+        said = None
+        if behind is not None and self._ends_in_words(ids):
+            said = says(behind.removeprefix(self._closed_thinking(written, says)))
         emitted = _Emitted(written, text, said, self._with_starts(ids))
         self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
         return emitted
+
+    def _closed_thinking(self, written: Written, says: ReadsMessages) -> str:
+        """What the template itself thought before the answer, in the prompt's tail, which history does not have; ""
+        where it thought nothing, and where the model goes on with it."""
+        tail = behind_header(self._tokenizer.decode(written.prefix_ids), self._layout)
+        if tail is None or tail not in self._layout.tails:
+            return ""
+        return tail if says(tail)[0] and says(f"{tail}{_WORD}")[1] == _WORD else ""
 
     def _ends_in_words(self, ids: tuple[int, ...]) -> bool:
         """Whether the template's end may follow: an answer can also be cut between two of its messages.

@@ -15,7 +15,7 @@ from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
-from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
+from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample, talk
 from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
@@ -70,11 +70,11 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateProfile:
-    """A template with what it accepts: without tools, with tools (None: it writes none), its switches, and its
-    description of tools (None: unknown)."""
+    """A template with what it accepts: without tools (None: it fails without any), with tools (None: it writes none),
+    its switches, and its description of tools (None: unknown)."""
 
     template: CompiledTemplate
-    dialect: Dialect
+    dialect: Dialect | None
     tool_dialect: Dialect | None
     switches: Switches
     sample: Sample
@@ -82,28 +82,37 @@ class _TemplateProfile:
     shown_call: str | None
 
     @property
-    def in_words(self) -> Dialect:
+    def in_words(self) -> Dialect | None:
         """The dialect with everything about tools written as text."""
+        if self.dialect is None:
+            return None
         words = CallWords(self.dialect.words.row)
         return replace(self.dialect, tools=False, calls=False, results=False, words=words)
 
 
 def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _TemplateProfile | None:
-    """The template's profile, None if it cannot render one user message; `row` is its form of calls."""
+    """The template's profile, None if it cannot render one user message with or without a tool; `row` is its form of
+    calls."""
     prober = Prober(template, arguments=keep_arguments(template))
     dialect = probe(prober)
-    if dialect is None:
-        return None
     with_tools = replace(prober, tools=(PROBE_TOOL,))
     tool_dialect = probe(with_tools)
     if tool_dialect is not None and not tool_dialect.tools:
         tool_dialect = None
-    asked, spoken = (prober, dialect) if tool_dialect is None else (with_tools, tool_dialect)
+    spoken = tool_dialect or dialect
+    if spoken is None:
+        return None
+    asked = prober if tool_dialect is None else with_tools
     form = find_tool_form(with_tools, tool_dialect.form) if tool_dialect is not None else None
     called = shown_call(asked, spoken) if row is None else CallWords(row).calls(EXAMPLES[:1])
-    dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
-    switches = find_switches(prober, dialect.form)
-    return _TemplateProfile(template, dialect, tool_dialect, switches, sample(asked, spoken), form, called)
+    if dialect is not None:
+        dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
+    switches = find_switches(prober, dialect.form) if dialect is not None else find_switches(asked, spoken.form)
+    found = sample(asked, spoken)
+    if dialect is None:  # nothing is written without tools, and a tag that stands there is no call's own
+        text = asked.render(talk(["user"]), spoken.form)
+        found = replace(found, user=text, talk=text) if isinstance(text, str) else found
+    return _TemplateProfile(template, dialect, tool_dialect, switches, found, form, called)
 
 
 class ChatTemplate:
@@ -134,6 +143,11 @@ class ChatTemplate:
         """Forget earlier conversations."""
         for _, memory in self._memories:
             memory.clear()
+
+    @property
+    def needed_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools to ask it with: one if it fails without any."""
+        return (PROBE_TOOL,) if self._profile is not None and self._profile.dialect is None else ()
 
     @property
     def accepts_tools(self) -> bool:
@@ -290,11 +304,15 @@ def _attempts(
     profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
 ) -> Iterator[tuple[Dialect, tuple[Message, ...]]]:
     """The forms to try, nearest first: as probed; tools in words; everything in one user message."""
-    yield (profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect), messages
-    yield profile.in_words, messages
+    first = profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect
+    if first is not None:
+        yield first, messages
+    in_words = profile.in_words
+    if in_words is None:
+        return
+    yield in_words, messages
     is_answer = bool(messages) and messages[-1].role == "assistant"
     told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
-    words = profile.in_words.words
-    describe = ToolWords(explains=not tools, calls=words).said
+    describe = ToolWords(explains=not tools, calls=in_words.words).said
     steps = (step for index, message in enumerate(told) for step in steps_of(message, index, describe))
-    yield profile.in_words, (Message("user", (TextBlock(transcript(steps, words.calls)),)), *answer)
+    yield in_words, (Message("user", (TextBlock(transcript(steps, in_words.words.calls)),)), *answer)

@@ -35,7 +35,7 @@ class ReadsMessages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece that may be an assistant's message; `text` is the text behind the header.
+    """A piece that may be an assistant's message; `text` is the text behind its `header`.
 
     Templates that write a whole tool loop as one message have a result and its answer in one piece, which begins with
     the token that ended the turn; that is a unit too, with all of its text. Units without another message between them
@@ -45,6 +45,7 @@ class Unit:
     index: int
     run: int
     text: str
+    header: str = ""
 
 
 class ReplaySpan(NamedTuple):
@@ -56,8 +57,9 @@ class ReplaySpan(NamedTuple):
 
 def behind_header(text: str, layout: TurnLayout) -> str | None:
     """The text of a unit, None if it cannot be one."""
-    if layout.header and text.startswith(layout.header):
-        return text[len(layout.header) :]
+    for header in layout.headers:
+        if text.startswith(header):
+            return text[len(header) :]
     return text if layout.header and text.startswith(tuple(layout.ends)) else None
 
 
@@ -65,19 +67,34 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
     """The assistant's messages among `pieces`, an open one at the end included."""
     units: list[Unit] = []
     run, in_run = -1, False
-    header = layout.header
     for index, (token, body) in enumerate(pieces):
         if token in layout.ends:
             if in_run and body and not body.isspace():
                 units.append(Unit(index, run, token + body))
             continue
-        rest = header.removeprefix(token)  # the header behind the token that begins the piece
-        is_answer = header.startswith(token) and bool(header) and body.startswith(rest)
-        if is_answer:
+        header = _header(token, body, layout, is_last=index == len(pieces) - 1)
+        if header is not None:
             run += not in_run
-            units.append(Unit(index, run, body[len(rest) :]))
-        in_run = is_answer
+            units.append(Unit(index, run, body[len(header) - len(token) :], header))
+        in_run = header is not None
     return units
+
+
+def _header(token: str, body: str, layout: TurnLayout, *, is_last: bool) -> str | None:
+    """The header that a piece begins with, None if it is no assistant's message."""
+    for header in layout.headers:
+        rest = header.removeprefix(token)  # the header behind the token that begins the piece
+        if not (header.startswith(token) and body.startswith(rest)):
+            continue
+        # The end of a result is no message if another one follows it.
+        said = body[len(rest) :]
+        if header == layout.header or (is_last if not said or said.isspace() else _is_answer(said, layout)):
+            return header
+    return None
+
+
+def _is_answer(said: str, layout: TurnLayout) -> bool:
+    return not layout.others or not said.lstrip().startswith(tuple(layout.others))
 
 
 @dataclass(frozen=True, slots=True)

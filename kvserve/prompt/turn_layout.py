@@ -3,12 +3,13 @@
 The layout decides only where emitted ids may replace a rendered turn; without one they never do.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from kvserve.core import Message, TextBlock
+from kvserve.core import Message, TextBlock, ToolCallBlock, ToolResultBlock
 from kvserve.prompt.boundaries import MessageMarkers
+from kvserve.prompt.probe import PROBE_TOOL
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
@@ -16,6 +17,14 @@ from kvserve.prompt.writing import REASONING_TAGS
 _ANSWER = "Green stone"
 _LATER = "Violet moon"
 _PROBE = (("user", "Amber lake"), ("assistant", _ANSWER), ("user", _LATER))
+_CALLS = tuple(ToolCallBlock(f"kwcall00{n}", PROBE_TOOL.name, '{"kwparameter": "quartz"}') for n in (1, 2))
+_RESULT_WORDS = ("Basalt one", "Marble two")
+_RESULTS = tuple(
+    Message("tool", (ToolResultBlock(call.call_id, (TextBlock(words),)),))
+    for call, words in zip(_CALLS, _RESULT_WORDS, strict=True)
+)
+_QUESTION = (("user", "Silver pine"),)
+"""Asked in other words than the probe, which a header cannot share then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,39 +33,111 @@ class TurnLayout:
 
     `header` is the beginning of every assistant's message, with its opener; "" if such messages cannot be distinguished
     or do not end in one of the tokens. `end` is the token that the template writes behind an assistant's words, "" if
-    it writes none.
+    it writes none. `result_header` is what answers to a tool's result begin with where they have no such header: the
+    token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
+    `others` behind it is no answer. `tails` are what a prompt's end has behind the header.
     """
 
     openers: frozenset[str]
     ends: frozenset[str]
     header: str = ""
     end: str = ""
+    result_header: str = ""
+    result_end: str = ""
+    others: frozenset[str] = frozenset()
+    tails: frozenset[str] = frozenset()
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """What an assistant's message may begin with."""
+        return tuple(header for header in (self.header, self.result_header) if header)
 
 
 def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers) -> TurnLayout:
     """Render a short conversation and its generation tails, and read the text around the answer."""
     added = {id: token.content for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
     openers = frozenset(added[id] for id in markers.openers)
-    ends = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added) - openers
+    # A role's token may end an answer too; there it begins what follows, and cutting at it would cut a header.
+    roles = openers.union(added[id] for id in markers.user_header if id in added)
+    stops = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added)
+    ends = stops - roles
     text = _written(template, _PROBE, thinking=False)
     answer, later = text.find(_ANSWER), text.find(_LATER)
     if not openers or answer < 0 or later < 0:
         return TurnLayout(openers, ends)
     behind = text[answer + len(_ANSWER) : later].lstrip()
-    end = max((token for token in added.values() if behind.startswith(token)), key=len, default=None)
+    end = _end(behind, added.values(), stops)
     if end is None:
         return TurnLayout(openers, ends)
     ends |= {end} - openers
     shown = [_from_last(text[:answer], openers)]
-    shown += [_from_last(_written(template, _PROBE[:1], thinking=thinking), openers) for thinking in (False, True)]
+    shown += [_from_last(_written(template, _QUESTION, thinking=thinking), openers) for thinking in (False, True)]
     header = _shared_header(tokenizer, shown)
     is_anyones = not header or _from_last(text[:later], openers).startswith(header)
-    return TurnLayout(openers, ends, "" if is_anyones else header, end)
+    ends -= {token for token in ends if token in header}
+    if is_anyones:
+        return TurnLayout(openers, ends, end=end)
+    tails = frozenset(tail.removeprefix(header) for tail in shown[1:])
+    layout = TurnLayout(openers, ends, header, end, tails=tails)
+    return _with_result_header(template, layout, added.values())
+
+
+def _with_result_header(template: ChatTemplate, layout: TurnLayout, added: Collection[str]) -> TurnLayout:
+    """The layout with the header of an answer to a tool's result, if a loop of calls shows that it has another one."""
+    asked = (Message("user", (TextBlock("Amber lake"),)), Message("assistant", _CALLS), *_RESULTS)
+    first, last = _RESULT_WORDS
+    said = (*asked, Message("assistant", (TextBlock(_ANSWER),)), Message("user", (TextBlock(_LATER),)))
+    text, tails = _loop(template, said, thinking=False), [_loop(template, asked, thinking=on) for on in (False, True)]
+    before = text.partition(last)[0]
+    if max(layout.openers | layout.ends, key=before.rfind) in layout.ends:
+        return layout  # the result and its answer are one piece, which is read whole
+    gap = _between(text, last, _ANSWER)
+    start = max((gap.rfind(token) for token in added), default=-1)
+    if start < 0 or layout.header in gap:
+        return layout
+    header = gap[start:]
+    if not all(_from_words(tail, last).startswith(gap) for tail in tails):
+        return layout
+    token = _first_token(header, added) or ""
+    _, is_ended_alone, following = _between(text, first, last).partition(header)
+    other = _first_token(following.lstrip(), added)
+    if is_ended_alone and other is None:  # a second result cannot be told from an answer
+        return layout
+    others = frozenset({other} if other is not None else ())
+    return replace(layout, result_header=header, result_end=token, others=others)
+
+
+def _loop(template: ChatTemplate, messages: tuple[Message, ...], *, thinking: bool) -> str:
+    return template.write(messages, (PROBE_TOOL,), thinking=thinking).text
+
+
+def _between(text: str, left: str, right: str) -> str:
+    """The text between the first `left` and the `right` behind it, "" without them."""
+    behind, found, _ = _from_words(text, left).partition(right)
+    return behind if found else ""
+
+
+def _from_words(text: str, words: str) -> str:
+    return text.partition(words)[2]
+
+
+def _end(behind: str, added: Collection[str], stops: Collection[str]) -> str | None:
+    """The token that ends an answer: the first behind it, or the stop token behind such as a model writes itself."""
+    first, token, rest = None, _first_token(behind, added), behind
+    while token is not None and token not in stops:
+        first = first or token
+        rest = rest.removeprefix(token).lstrip()
+        token = _first_token(rest, added)
+    return token or first
+
+
+def _first_token(text: str, added: Collection[str]) -> str | None:
+    return max((token for token in added if text.startswith(token)), key=len, default=None)
 
 
 def _written(template: ChatTemplate, said: Sequence[tuple[str, str]], *, thinking: bool) -> str:
     messages = tuple(Message(role, (TextBlock(text),)) for role, text in said)  # type: ignore[arg-type]
-    return template.write(messages, thinking=thinking).text
+    return template.write(messages, template.needed_tools, thinking=thinking).text
 
 
 def _from_last(text: str, openers: frozenset[str]) -> str:

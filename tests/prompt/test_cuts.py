@@ -67,6 +67,14 @@ def lower(backend: tokenizers.Tokenizer) -> None:
     backend.normalizer = normalizers.Lowercase()
 
 
+def nothing(backend: tokenizers.Tokenizer) -> None:
+    backend.normalizer = normalizers.Sequence([normalizers.Sequence([])])
+
+
+def nothing_and_lower(backend: tokenizers.Tokenizer) -> None:
+    backend.normalizer = normalizers.Sequence([normalizers.Sequence([]), normalizers.Lowercase()])
+
+
 def add(*names: str, **flags: bool) -> Callable[[tokenizers.Tokenizer], None]:
     return lambda backend: backend.add_special_tokens([AddedToken(name, **flags) for name in names]) and None
 
@@ -77,18 +85,60 @@ def add(*names: str, **flags: bool) -> Callable[[tokenizers.Tokenizer], None]:
         (marked(AddedToken(MARK, lstrip=True)), f"word {MARK}"),
         (marked(AddedToken(MARK, single_word=True)), f"word{MARK}"),
         (marked(AddedToken("<|MARK|>", normalized=True), lower), "x<|mark|>"),
-        (marked(AddedToken(MARK), add("x<|mark|>y")), f"x{MARK}y"),
-        (marked(AddedToken(MARK), add("hello<|m")), f"hello{MARK}"),
+        (marked(AddedToken("<|MARK|>", normalized=True), nothing_and_lower), "x<|mark|>"),
+        (marked(AddedToken(MARK), add("x<|mark|>y", rstrip=True)), f"x{MARK}y"),
+        (marked(AddedToken(MARK), add("hello<|m", single_word=True)), f"hello{MARK}"),
         (marked(AddedToken("mark"), add("the", single_word=True)), "the mark themark"),
         (marked(AddedToken(MARK, normalized=True), add("ark|>tail")), f"{MARK}tail"),
     ],
-    ids=["lstrip", "single_word", "normalized", "inside", "overlapped", "single_word_before", "found_later"],
+    ids=[
+        *("lstrip", "single_word", "normalized", "normalized_by_one_of_a_list"),
+        *("inside", "overlapped", "single_word_before", "found_later"),
+    ],
 )
 def test_a_token_that_depends_on_what_precedes_it_is_no_cut(tokenizer: Tokenizer, text: str) -> None:
     """Flags that eat white space or look at neighbours, tokens in tokens, normalised ones: no cut there."""
     cutter = Cutter(tokenizer, [MARK, "<|MARK|>", "mark"])
     assert cutter.tokens == frozenset()
     assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
+
+
+OVERLAPPING = ("]~!b[", "[e~[", "~[[e", "<|a|>", "x<|a|>y", "x<|", "]~b]")
+"""MiniMax's tokens, of which one ends as the next begins, and such as hide others or stand in them."""
+
+
+@pytest.mark.parametrize("wanted", [("[e~[", "]~b]"), ("<|a|>",), OVERLAPPING])
+def test_a_token_that_others_overlap_is_cut_at_where_the_tokenizer_finds_it(wanted: tuple[str, ...]) -> None:
+    """What stands before it may hide it; the tokens that can are found as the tokenizer finds them."""
+    tokenizer = tokenizer_of(tokenizers.Tokenizer.from_str(byte_level_backend().to_str()))
+    tokenizer.backend.add_special_tokens(list(OVERLAPPING))
+    cutter = Cutter(tokenizer, wanted)
+    assert cutter.tokens == set(wanted)
+    assert pieced(tokenizer, cutter, "a]~!b[e~[x<|a|>y[e~[") == tokenizer.encode("a]~!b[e~[x<|a|>y[e~[")
+
+    @settings(max_examples=num_examples(60), deadline=None)
+    @given(texts_with([*OVERLAPPING, *(token[1:] for token in OVERLAPPING)]))
+    def check(text: str) -> None:
+        assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
+
+    check()
+
+
+def test_a_token_that_others_hide_is_no_cut_where_they_hide_it() -> None:
+    """The control: a cut there would give other ids."""
+    tokenizer = tokenizer_of(tokenizers.Tokenizer.from_str(byte_level_backend().to_str()))
+    tokenizer.backend.add_special_tokens(list(OVERLAPPING))
+    assert Cutter(tokenizer, ["[e~["]).cut("a]~!b[e~[ [e~[") == [("", "a]~!b[e~[ "), ("[e~[", "")]
+    assert tokenizer.encode("a]~!b") + tokenizer.encode("[e~[") != tokenizer.encode("a]~!b[e~[")
+
+
+def test_a_normaliser_that_is_an_empty_list_changes_no_token() -> None:
+    """As DeepSeek's tokenizer has it, whose role tokens are `normalized`."""
+    tokenizer = marked(AddedToken(MARK, normalized=True), nothing)
+    cutter = Cutter(tokenizer, [MARK])
+    assert cutter.tokens == {MARK}
+    for text in (f"x{MARK}y", f" {MARK}\n{MARK[:-1]}{MARK}"):
+        assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
 
 
 def test_what_a_flag_would_change() -> None:
@@ -129,7 +179,7 @@ def test_normalisers_and_prefixes_do_no_harm(kind: str) -> None:
 def test_a_tokenizer_that_breaks_the_rule_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rules overlook: a token at which the ids differ when tried is no cut."""
     tokenizer = marked(AddedToken(MARK, lstrip=True))
-    monkeypatch.setattr("kvserve.prompt.cuts._stands_alone", lambda *_: True)
+    monkeypatch.setattr("kvserve.prompt.cuts._stands_alone", lambda *_, **__: True)
     assert Cutter(tokenizer, [MARK]).tokens == frozenset()
 
 
