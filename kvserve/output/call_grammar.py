@@ -176,7 +176,7 @@ class CallGrammar:
     def _parameters(self, tool: OfferedTool, *, by_schema: bool) -> Enforced:
         if not (by_schema or tool.spec.strict):
             return ANY_OBJECT
-        return enforced({"type": "object", **tool.spec.parameters}, tool.path, strict=tool.spec.strict)
+        return enforced({"type": "object", **tool.spec.parameters}, tool.path, strict=bool(tool.spec.strict))
 
     def _body(self, tool: OfferedTool, parameters: Enforced, form: str) -> str:
         lark, name = self.lark, tool.spec.name
@@ -237,7 +237,7 @@ class CallGrammar:
             case (_, True):
                 return f"{quote(write_argument(own['const']))} {end}"
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        value = enforced({**shared, **own}, tool.path, strict=tool.spec.strict)
+        value = enforced({**shared, **own}, tool.path, strict=bool(tool.spec.strict))
         if "string" in types_of(own, root):
             if not allows_any_text(value):
                 self._lose(tool, f"properties.{key}, as the model's form of calls leaves a text's inside free")

@@ -78,7 +78,8 @@ class Prober:
         """The steps as text, with `tail`: the generation tail, `keep`: the arguments that keep reasoning."""
         messages = [message_dict(step, form) for step in steps]
         arguments = (self.arguments or {}) if keep else {}
-        return self.template.render(messages, tool_dicts(self.tools), add_generation_prompt=tail, arguments=arguments)
+        tools = tool_dicts(self.tools, form)
+        return self.template.render(messages, tools, add_generation_prompt=tail, arguments=arguments)
 
     def shows(self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True) -> bool:
         """Whether every text and call of the steps is written, in order (reasoning aside)."""
@@ -147,6 +148,7 @@ def probe(prober: Prober) -> Dialect | None:
         if not prober.shows(talk(["user"]), form):
             return None
     form = replace(form, empty_text=dict(_empty_texts(prober, form)), named_roles=frozenset(_named_roles(prober, form)))
+    form = replace(form, describes_every_tool=_describes_every_tool(prober, form))
     dialect = _probe_calls(prober, form)
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
@@ -177,6 +179,18 @@ def _shows_tools(prober: Prober, form: WireForm) -> bool:
     text = prober.render(talk(["user"]), form)
     words = ("kwtoolname", "kwtooldescription", "kwparameter")
     return isinstance(text, str) and bool(prober.tools) and all(word in text for word in words)
+
+
+def _describes_every_tool(prober: Prober, form: WireForm) -> bool:
+    """Whether a tool without a description is written only with an empty one in its place."""
+    bare = replace(prober, tools=tuple(replace(tool, description=None) for tool in prober.tools))
+    filled = replace(form, describes_every_tool=True)
+    return not _names_tools(bare, form) and _names_tools(bare, filled)
+
+
+def _names_tools(prober: Prober, form: WireForm) -> bool:
+    text = prober.render(talk(["user"]), form)
+    return isinstance(text, str) and all(tool.name in text for tool in prober.tools)
 
 
 def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:

@@ -99,6 +99,7 @@ class WireForm:
     `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
     that are not a JSON object are put into one. `empty_text` is the replacement of empty text per role, `fills_calls`
     whether it is also used beside calls. The messages of `named_roles` are written with their names.
+    `describes_every_tool`: the template fails for a tool without a description.
     """
 
     content_as_list: bool = False
@@ -111,6 +112,7 @@ class WireForm:
     empty_text: Mapping[str, str] = field(default_factory=dict)
     fills_calls: bool = False
     named_roles: frozenset[str] = frozenset()
+    describes_every_tool: bool = False
 
 
 def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
@@ -331,18 +333,23 @@ def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
     return "".join(alphabet[byte % len(alphabet)] for byte in digest[:9])
 
 
-def tool_dicts(tools: Sequence[ToolSpec]) -> list[ToolDict]:
-    """The tools as OpenAI-style schemas of plain dicts."""
-    return [{"type": "function", "function": function_dict(tool)} for tool in tools]
+def tool_dicts(tools: Sequence[ToolSpec], form: WireForm | None = None) -> list[ToolDict]:
+    """The tools as OpenAI-style schemas of plain dicts, as they were sent but for what the form demands."""
+    functions = [function_dict(tool) for tool in tools]
+    if form is not None and form.describes_every_tool:
+        functions = [{"name": each["name"], "description": "", **each} for each in functions]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def function_dict(tool: ToolSpec) -> dict[str, object]:
-    """One tool as a plain dict; a missing description or parameters become empty ones."""
-    return {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": plain_data(tool.parameters) or {"type": "object", "properties": {}},
-    }
+    """One tool as a plain dict: what was not sent has no key. Missing parameters become empty ones."""
+    function: dict[str, object] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = plain_data(tool.parameters) or {"type": "object", "properties": {}}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return function
 
 
 def plain_data(value: object) -> object:

@@ -216,7 +216,8 @@ class ChatTemplate:
         for dialect, said in _attempts(profile, messages, tools):
             words = self._tool_words(dialect, tools)
             conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
-            writer = Writer(profile.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
+            offered = tool_dicts(tools, dialect.form) if dialect.tools else None
+            writer = Writer(profile.template, dialect.form, offered, arguments)
             written = writer.write(conformed)
             if isinstance(written, RenderedText):
                 notes = (*refusals, *conformed.notes)
