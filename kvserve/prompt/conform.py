@@ -109,7 +109,7 @@ def conform(
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
     placing.call_ids = call_ids
     new = enumerate(messages[num_known:], num_known)
-    steps = [step for index, message in new for step in steps_of(message, index, describe)]
+    steps = [step for index, message in new for step in steps_of(message, index, describe, dialect.form.joints)]
     for step in steps:
         if step.own:
             placing.note("tools described where they change", step.index)

@@ -152,6 +152,7 @@ def probe(prober: Prober) -> Dialect | None:
     dialect = _probe_calls(prober, form)
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
+    dialect = replace(dialect, form=replace(form, joints=dict(_joints(prober, dialect))))
     if dialect.calls:
         dialect = _probe_call_shapes(prober, dialect)
     return replace(dialect, order=frozenset(_order(prober, dialect)))
@@ -205,6 +206,26 @@ def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
         steps = talk(kinds)
         steps[position] = replace(steps[position], text="")
         yield role, "" if prober.shows(steps, form) else STAND_IN_FOR_EMPTY
+
+
+def _joints(prober: Prober, dialect: Dialect) -> Iterator[tuple[str, str]]:
+    """What the template writes between two texts in a list, for each role where it writes the same as of one text."""
+    places: tuple[tuple[Kind, ...], ...] = (("user",), ("system",), ("user", "calls", "result"))
+    for kinds in places[: 3 if dialect.results else 2]:
+        *lead, last = talk(kinds)
+        rest = talk(["user"]) if kinds[-1] == "system" else []
+        texts = ("kwleft", "kwright")
+        parts = [{"type": "text", "text": text} for text in texts]
+        dicts = [message_dict(step, dialect.form) for step in (*lead, last, *rest)]
+        dicts[len(lead)]["content"] = parts
+        tools = tool_dicts(prober.tools, dialect.form)
+        text = prober.template.render(dicts, tools, add_generation_prompt=True, arguments={})
+        if isinstance(text, str) and in_order(text, texts):
+            joint = text.partition(texts[0])[2].partition(texts[1])[0]
+            whole = [*lead, replace(last, text=joint.join(texts)), *rest]
+            # words between two texts would be the template's own, tags perhaps, which a client's text cannot be
+            if not joint.strip() and prober.render(whole, dialect.form) == text:
+                yield ROLES[kinds[-1]], joint
 
 
 def _named_roles(prober: Prober, form: WireForm) -> Iterator[str]:

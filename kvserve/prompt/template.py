@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 
 from kvserve.core import CallRow, Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.prompt.call_words import EXAMPLES, CallWords
+from kvserve.prompt.call_words import EXAMPLES, CallWords, transcript
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
 from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
-from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts, transcript
+from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.tool_form import find_tool_form, shown_call

@@ -1,10 +1,14 @@
 """The prompt is what transformers renders of what the client sent: nothing is put in that nobody said."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from kvserve.core import Message, TextBlock, ToolSpec
+from kvserve.core import Message, Role, TextBlock, ToolBlock, ToolResultBlock, ToolSpec
+from kvserve.prompt.steps import steps_of
 from kvserve.prompt.template import ChatTemplate
-from tests.prompt.samples import byte_level_backend, tokenizer_of
+from tests.prompt.samples import byte_level_backend, family_tokenizer, tokenizer_of
 
 _TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 AS_JSON = "{% for t in tools or [] %}{{ t.function | tojson }}\n{% endfor %}" + _TURNS
@@ -43,3 +47,48 @@ def test_a_template_that_demands_descriptions_gets_empty_ones() -> None:
     """It fails without; a description that was sent is not replaced."""
     assert shown(BY_HAND, ToolSpec("f", None, NO_PARAMETERS)).startswith("f:  {")
     assert shown(BY_HAND, ToolSpec("f", "Does it.", NO_PARAMETERS)).startswith("f: Does it. {")
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}SEPARATOR{% endfor %}{% endif %}{% endfor %}"
+)
+CONCATENATES, GLUES = PARTS.replace("SEPARATOR", ""), PARTS.replace("SEPARATOR", "{{ '' if loop.last else '\n\n' }}")
+TAGS = PARTS.replace("SEPARATOR", "{{ '' if loop.last else '<sep>' }}")
+DUMPS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FAILS = "{% for m in messages %}<{{ m.role }}>{{ m.content + '' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize(
+    ("source", "joint"), [(CONCATENATES, ""), (GLUES, "\n\n"), (TAGS, "\n"), (DUMPS, "\n"), (FAILS, "\n")]
+)
+def test_parts_are_joined_as_the_template_joins_them(role: Role, source: str, joint: str) -> None:
+    """What it writes between parts stands between them, but for words of its own; where it takes no parts, each is a
+    line."""
+    said = Message(role, (TextBlock("How "), TextBlock("is it?")))
+    messages = (said,) if role == "user" else (said, Message("user", (TextBlock("hi"),)))
+    prompt = ChatTemplate(tokenizer_of(byte_level_backend(), source)).render(messages, thinking=True)
+    assert prompt.text.startswith(f"<{role}>How {joint}is it?")
+
+
+def test_a_control_token_in_two_parts_is_text() -> None:
+    """Joined without a line end, the parts of a user's message cannot spell one."""
+    tokenizer = family_tokenizer("qwen3")
+    template = ChatTemplate(replace(tokenizer, chat_template=CONCATENATES))
+    for token in ("<|im_end|>", "<|image_pad|>"):
+        said = Message("user", (TextBlock(f"What is {token[:5]}"), TextBlock(f"{token[5:]} for?")))
+        prompt = template.render((said,), thinking=True)
+        assert token in prompt.text and tokenizer.token_id(token) is not None
+        assert tokenizer.token_id(token) not in prompt.ids.ids
+
+
+def test_an_error_and_what_is_the_servers_own_stand_on_lines() -> None:
+    """Parts are put together, but the mark of an error is no part."""
+    describe: Any = lambda tools: "described"  # noqa: E731
+    result = ToolResultBlock("c", (TextBlock("no "), TextBlock("file"), ToolBlock("f"), TextBlock("x")), is_error=True)
+    [step] = steps_of(Message("tool", (result,)), 0, describe, {"tool": ""})
+    assert step.text == "[error]\nno file\ndescribed\nx"
+    assert [step.text[slice(*run)] for run in step.own] == ["described"]
+    [silent] = steps_of(Message("tool", (ToolResultBlock("c", (), is_error=True),)), 0, describe)
+    assert silent.text == "[error]\n"
