@@ -340,8 +340,11 @@ class _Placing:
             step = replace(step, call_number=self._num_calls)
             self._num_calls += len(step.calls)
         self._speaker = speaker_after(self._speaker, step.kind)
+        # cutting the tags off would leave their line ends
+        is_cut = (step.kind, self.last_kind == "result") in self._dialect.form.cuts_inline
         self.steps.append(step)
-        self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
+        written = self._as_written(replace(step, reasoning="") if is_cut else step)
+        self.dicts.append(message_dict(written, self._dialect.form))
 
     def _as_written(self, step: PromptStep) -> PromptStep:
         """The step with the ids to write of its calls, or of the call that it answers; a result has the number that the

@@ -152,7 +152,8 @@ def probe(prober: Prober) -> Dialect | None:
     dialect = _probe_calls(prober, form)
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
-    dialect = replace(dialect, form=replace(form, joints=dict(_joints(prober, dialect))))
+    form = replace(form, joints=dict(_joints(prober, dialect)), cuts_inline=frozenset(_cuts_inline(prober, dialect)))
+    dialect = replace(dialect, form=form)
     if dialect.calls:
         dialect = _probe_call_shapes(prober, dialect)
     return replace(dialect, order=frozenset(_order(prober, dialect)))
@@ -309,6 +310,24 @@ def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
         if is_known and any(prober.shows_reasoning(steps, tried) for steps in places):
             return replace(tried, keeps_think_tags=_keeps_think_tags(prober, tried))
     return form
+
+
+def _cuts_inline(prober: Prober, dialect: Dialect) -> Iterator[tuple[Kind, bool]]:
+    """Where inline reasoning is not shown once a question or a result follows, whatever the template is told."""
+    if dialect.form.reasoning != INLINE:
+        return
+    names = filter(prober.template.is_free, prober.template.reads)
+    told = ({**(prober.arguments or {}), name: value} for name, value in product(names, (True, False)))
+    asked = [prober, *(replace(prober, arguments=arguments) for arguments in told)]
+    kinds: tuple[Kind, ...] = ("assistant", "calls") if dialect.calls else ("assistant",)
+    for kind, is_behind in product(kinds, (False, True) if dialect.results else (False,)):
+        lead: tuple[Kind, ...] = ("user", "calls", "result") if is_behind else ("user",)
+        later: Kind = "result" if kind == "calls" and dialect.results else "user"
+        steps = talk((*lead, kind, later))
+        is_written = prober.shows(steps, dialect.form)
+        steps[len(lead)] = replace(steps[len(lead)], reasoning="kwreasoning")
+        if is_written and not any(each.shows_reasoning(steps, dialect.form) for each in asked):
+            yield kind, is_behind
 
 
 def _keeps_think_tags(prober: Prober, form: WireForm) -> bool:

@@ -105,7 +105,8 @@ class WireForm:
     that are not a JSON object are put into one. `empty_text` is the replacement of empty text per role, `fills_calls`
     whether it is also used beside calls. The messages of `named_roles` are written with their names.
     `describes_every_tool`: the template fails for a tool without a description. `joints` is what it writes between two
-    texts of a message, per role; texts of other roles get a line each.
+    texts of a message, per role; texts of other roles get a line each. `cuts_inline`: for these kinds, behind a result
+    or not, the template cuts inline reasoning off as soon as something follows.
     """
 
     content_as_list: bool = False
@@ -120,6 +121,7 @@ class WireForm:
     named_roles: frozenset[str] = frozenset()
     describes_every_tool: bool = False
     joints: Mapping[str, str] = field(default_factory=dict)
+    cuts_inline: frozenset[tuple[Kind, bool]] = frozenset()
 
 
 def steps_of(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.core import Message, Role, TextBlock, ToolBlock, ToolResultBlock, ToolSpec
+from kvserve.core import Message, Role, TextBlock, ThinkingBlock, ToolBlock, ToolResultBlock, ToolSpec
 from kvserve.prompt.steps import steps_of
 from kvserve.prompt.template import ChatTemplate
 from tests.prompt.samples import byte_level_backend, family_tokenizer, tokenizer_of
@@ -92,3 +92,24 @@ def test_an_error_and_what_is_the_servers_own_stand_on_lines() -> None:
     assert [step.text[slice(*run)] for run in step.own] == ["described"]
     [silent] = steps_of(Message("tool", (ToolResultBlock("c", (), is_error=True),)), 0, describe)
     assert silent.text == "[error]\n"
+
+
+CUTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last and CONDITION %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("condition", "arguments", "is_shown"),
+    [("true", {}, False), ("false", {}, True), ("not brings_back", {"brings_back": True}, True)],
+)
+def test_tags_that_are_cut_off_leave_nothing(condition: str, arguments: dict[str, object], is_shown: bool) -> None:
+    """Thinking between tags stands in an answer only where the template goes on showing it or may be told to."""
+    template = ChatTemplate(tokenizer_of(byte_level_backend(), CUTS.replace("CONDITION", condition)))
+    answer = Message("assistant", (ThinkingBlock("hm"), TextBlock("so")))
+    hi, go = Message("user", (TextBlock("hi"),)), Message("user", (TextBlock("go"),))
+    thought = "<think>\nhm\n</think>\n\nso"
+    prompt = template.render((hi, answer, go), thinking=True, template_arguments=arguments)
+    assert prompt.text == f"<user>hi<assistant>{thought if is_shown else 'so'}<user>go"
+    assert template.render((hi, answer), thinking=True).text == f"<user>hi<assistant>{thought}"
