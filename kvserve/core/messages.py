@@ -54,7 +54,7 @@ class ToolBlock:
     name: str
     description: str | None = None
     parameters: str | None = None
-    strict: bool = False
+    strict: bool | None = None
     is_removed: bool = False
 
     @classmethod
@@ -103,12 +103,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A function that the model may call; `parameters` is its JSON schema."""
+    """A function that the model may call; `parameters` is its JSON schema. `strict` None: the client does not say."""
 
     name: str
     description: str | None
     parameters: JsonObject
-    strict: bool = False
+    strict: bool | None = None
 
 
 def offered_tools(tools: Iterable[ToolSpec], messages: Iterable[Message]) -> tuple[ToolSpec, ...]:

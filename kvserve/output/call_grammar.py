@@ -210,7 +210,7 @@ class CallGrammar:
     def _parameters(self, tool: OfferedTool, *, by_schema: bool) -> Enforced:
         if not (by_schema or tool.spec.strict):
             return ANY_OBJECT
-        return enforced({"type": "object", **tool.spec.parameters}, tool.path, strict=tool.spec.strict)
+        return enforced({"type": "object", **tool.spec.parameters}, tool.path, strict=bool(tool.spec.strict))
 
     def _body(self, tool: OfferedTool, parameters: Enforced, form: str) -> str:
         lark, name = self.lark, tool.spec.name
@@ -308,14 +308,14 @@ class CallGrammar:
         types = types_of(own, root)
         others = types - STRING if form.tells_strings else types
         texts: list[str] = []
-        value = enforced({**shared, **own}, tool.path, strict=tool.spec.strict)
+        value = enforced({**shared, **own}, tool.path, strict=bool(tool.spec.strict))
         if "string" in types:
             if not allows_any_text(value):
                 self._lose(tool, f"properties.{key}, as the model's form of calls leaves a text's inside free")
             texts = [self.lark.text_before(form.closing)]
             if not (form.tells_strings and others):
                 return form.written(quote(key), texts, [])
-            value = enforced({**shared, **own, "type": sorted(others)}, tool.path, strict=tool.spec.strict)
+            value = enforced({**shared, **own, "type": sorted(others)}, tool.path, strict=bool(tool.spec.strict))
         new = (place for place in value.left_out if place not in parameters.left_out)
         self._left_out += (f"properties.{key}.{place}" for place in new)
         return form.written(quote(key), texts, [self._other(value, form)])

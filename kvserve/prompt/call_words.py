@@ -1,15 +1,24 @@
-"""Writes calls as text, and instructions for calls, for templates without a place for them, in the template's own form.
+"""Writes calls as text, instructions for calls and whole conversations, for templates without a place for them, in the
+template's own form.
 
 It does not know where the text goes. Without a form of the template's own it uses that of Hermes models, which is
 always read.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock, ToolSpec
-from kvserve.prompt.steps import function_dict, hermes_call, parsed_arguments
+from kvserve.prompt.steps import (
+    ROLES,
+    PromptStep,
+    function_dict,
+    hermes_call,
+    hermes_result,
+    named,
+    parsed_arguments,
+)
 
 FUNCTION, ARGUMENT, VALUE = "FUNCTION", "ARGUMENT", "VALUE"
 IDS = ("firstid01", "secondid2")
@@ -58,6 +67,21 @@ class CallWords:
 
 
 HERMES = CallWords()
+
+
+def transcript(steps: Iterable[PromptStep], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
+    """The steps as plain text, each part under a label; it needs no template."""
+    parts: list[str] = []
+    for step in steps:
+        said = [named("", step.name).rstrip()] if step.name else []
+        said += [f"[thinking]\n{step.reasoning}"] if step.reasoning else []
+        if step.kind in ("result", "orphan"):
+            said.append(hermes_result(step.text))
+        elif step.text:
+            said.append(step.text)
+        said += [say_calls(step.calls)] if step.calls else []
+        parts.append("\n".join([f"[{ROLES[step.kind]}]", *said]))
+    return "\n\n".join(parts)
 
 
 def _row_calls(row: CallRow, calls: Sequence[ToolCallBlock]) -> str:

@@ -109,7 +109,7 @@ def conform(
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
     placing.call_ids = call_ids
     new = enumerate(messages[num_known:], num_known)
-    steps = [step for index, message in new for step in steps_of(message, index, describe)]
+    steps = [step for index, message in new for step in steps_of(message, index, describe, dialect.form.joints)]
     for step in steps:
         if step.own:
             placing.note("tools described where they change", step.index)
@@ -340,8 +340,11 @@ class _Placing:
             step = replace(step, call_number=self._num_calls)
             self._num_calls += len(step.calls)
         self._speaker = speaker_after(self._speaker, step.kind)
+        # cutting the tags off would leave their line ends
+        is_cut = (step.kind, self.last_kind == "result") in self._dialect.form.cuts_inline
         self.steps.append(step)
-        self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
+        written = self._as_written(replace(step, reasoning="") if is_cut else step)
+        self.dicts.append(message_dict(written, self._dialect.form))
 
     def _as_written(self, step: PromptStep) -> PromptStep:
         """The step with the ids to write of its calls, or of the call that it answers; a result has the number that the

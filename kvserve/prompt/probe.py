@@ -78,7 +78,8 @@ class Prober:
         """The steps as text, with `tail`: the generation tail, `keep`: the arguments that keep reasoning."""
         messages = [message_dict(step, form) for step in steps]
         arguments = (self.arguments or {}) if keep else {}
-        return self.template.render(messages, tool_dicts(self.tools), add_generation_prompt=tail, arguments=arguments)
+        tools = tool_dicts(self.tools, form)
+        return self.template.render(messages, tools, add_generation_prompt=tail, arguments=arguments)
 
     def shows(self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True) -> bool:
         """Whether every text and call of the steps is written, in order (reasoning aside)."""
@@ -147,9 +148,12 @@ def probe(prober: Prober) -> Dialect | None:
         if not prober.shows(talk(["user"]), form):
             return None
     form = replace(form, empty_text=dict(_empty_texts(prober, form)), named_roles=frozenset(_named_roles(prober, form)))
+    form = replace(form, describes_every_tool=_describes_every_tool(prober, form))
     dialect = _probe_calls(prober, form)
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
+    form = replace(form, joints=dict(_joints(prober, dialect)), cuts_inline=frozenset(_cuts_inline(prober, dialect)))
+    dialect = replace(dialect, form=form)
     if dialect.calls:
         dialect = _probe_call_shapes(prober, dialect)
     return replace(dialect, order=frozenset(_order(prober, dialect)))
@@ -179,6 +183,18 @@ def _shows_tools(prober: Prober, form: WireForm) -> bool:
     return isinstance(text, str) and bool(prober.tools) and all(word in text for word in words)
 
 
+def _describes_every_tool(prober: Prober, form: WireForm) -> bool:
+    """Whether a tool without a description is written only with an empty one in its place."""
+    bare = replace(prober, tools=tuple(replace(tool, description=None) for tool in prober.tools))
+    filled = replace(form, describes_every_tool=True)
+    return not _names_tools(bare, form) and _names_tools(bare, filled)
+
+
+def _names_tools(prober: Prober, form: WireForm) -> bool:
+    text = prober.render(talk(["user"]), form)
+    return isinstance(text, str) and all(tool.name in text for tool in prober.tools)
+
+
 def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
     """The replacement of an empty text in each role; none if the template accepts empty text."""
     places: tuple[tuple[str, tuple[Kind, ...], int], ...] = (
@@ -191,6 +207,26 @@ def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
         steps = talk(kinds)
         steps[position] = replace(steps[position], text="")
         yield role, "" if prober.shows(steps, form) else STAND_IN_FOR_EMPTY
+
+
+def _joints(prober: Prober, dialect: Dialect) -> Iterator[tuple[str, str]]:
+    """What the template writes between two texts in a list, for each role where it writes the same as of one text."""
+    places: tuple[tuple[Kind, ...], ...] = (("user",), ("system",), ("user", "calls", "result"))
+    for kinds in places[: 3 if dialect.results else 2]:
+        *lead, last = talk(kinds)
+        rest = talk(["user"]) if kinds[-1] == "system" else []
+        texts = ("kwleft", "kwright")
+        parts = [{"type": "text", "text": text} for text in texts]
+        dicts = [message_dict(step, dialect.form) for step in (*lead, last, *rest)]
+        dicts[len(lead)]["content"] = parts
+        tools = tool_dicts(prober.tools, dialect.form)
+        text = prober.template.render(dicts, tools, add_generation_prompt=True, arguments={})
+        if isinstance(text, str) and in_order(text, texts):
+            joint = text.partition(texts[0])[2].partition(texts[1])[0]
+            whole = [*lead, replace(last, text=joint.join(texts)), *rest]
+            # words between two texts would be the template's own, tags perhaps, which a client's text cannot be
+            if not joint.strip() and prober.render(whole, dialect.form) == text:
+                yield ROLES[kinds[-1]], joint
 
 
 def _named_roles(prober: Prober, form: WireForm) -> Iterator[str]:
@@ -274,6 +310,24 @@ def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
         if is_known and any(prober.shows_reasoning(steps, tried) for steps in places):
             return replace(tried, keeps_think_tags=_keeps_think_tags(prober, tried))
     return form
+
+
+def _cuts_inline(prober: Prober, dialect: Dialect) -> Iterator[tuple[Kind, bool]]:
+    """Where inline reasoning is not shown once a question or a result follows, whatever the template is told."""
+    if dialect.form.reasoning != INLINE:
+        return
+    names = filter(prober.template.is_free, prober.template.reads)
+    told = ({**(prober.arguments or {}), name: value} for name, value in product(names, (True, False)))
+    asked = [prober, *(replace(prober, arguments=arguments) for arguments in told)]
+    kinds: tuple[Kind, ...] = ("assistant", "calls") if dialect.calls else ("assistant",)
+    for kind, is_behind in product(kinds, (False, True) if dialect.results else (False,)):
+        lead: tuple[Kind, ...] = ("user", "calls", "result") if is_behind else ("user",)
+        later: Kind = "result" if kind == "calls" and dialect.results else "user"
+        steps = talk((*lead, kind, later))
+        is_written = prober.shows(steps, dialect.form)
+        steps[len(lead)] = replace(steps[len(lead)], reasoning="kwreasoning")
+        if is_written and not any(each.shows_reasoning(steps, dialect.form) for each in asked):
+            yield kind, is_behind
 
 
 def _keeps_think_tags(prober: Prober, form: WireForm) -> bool:

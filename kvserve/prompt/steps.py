@@ -8,10 +8,11 @@ import json
 import math
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, NoReturn
 
 from kvserve.core import (
@@ -77,6 +78,10 @@ type DescribeTools = Callable[[Sequence[ToolBlock]], str]
 """Writes the text for consecutive blocks that add or remove tools."""
 
 
+NO_JOINTS: Mapping[str, str] = MappingProxyType({})
+"""Each text of a message gets a line of its own."""
+
+
 def speaker_after(speaker: Speaker, kind: Kind) -> Speaker:
     """Who spoke last after a step of this kind."""
     if kind == "user":
@@ -99,6 +104,9 @@ class WireForm:
     `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
     that are not a JSON object are put into one. `empty_text` is the replacement of empty text per role, `fills_calls`
     whether it is also used beside calls. The messages of `named_roles` are written with their names.
+    `describes_every_tool`: the template fails for a tool without a description. `joints` is what it writes between two
+    texts of a message, per role; texts of other roles get a line each. `cuts_inline`: for these kinds, behind a result
+    or not, the template cuts inline reasoning off as soon as something follows.
     """
 
     content_as_list: bool = False
@@ -111,12 +119,17 @@ class WireForm:
     empty_text: Mapping[str, str] = field(default_factory=dict)
     fills_calls: bool = False
     named_roles: frozenset[str] = frozenset()
+    describes_every_tool: bool = False
+    joints: Mapping[str, str] = field(default_factory=dict)
+    cuts_inline: frozenset[tuple[Kind, bool]] = frozenset()
 
 
-def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
+def steps_of(
+    message: Message, index: int, describe: DescribeTools, joints: Mapping[str, str] = NO_JOINTS
+) -> Iterator[PromptStep]:
     """The steps of one message, in the order of its blocks. Raises BadRequest for an image."""
-    is_answer = message.role == "assistant"
-    steps = _assistant_steps(message, index, describe) if is_answer else _other_steps(message, index, describe)
+    of_role = _assistant_steps if message.role == "assistant" else _other_steps
+    steps = of_role(message, index, describe, joints)
     first = next(steps, None)
     if first is None:
         yield PromptStep("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
@@ -125,7 +138,9 @@ def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[
     yield from steps
 
 
-def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
+def _assistant_steps(
+    message: Message, index: int, describe: DescribeTools, joints: Mapping[str, str]
+) -> Iterator[PromptStep]:
     """Steps cut wherever the template would write a block before an earlier one, e.g. text behind a call."""
     thinking: list[str] = []
     texts: list[str] = []
@@ -155,36 +170,43 @@ def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> I
                 calls.append(block)
             case ToolResultBlock():
                 yield from cut()
-                yield _result_step(block, index, message.name, describe)
+                yield _result_step(block, index, message.name, describe, joints)
             case ToolBlock():  # not the assistant's words
                 yield from cut()
-                yield _with_text(PromptStep("system", index=index), (block,), describe)
+                yield _with_text(PromptStep("system", index=index), (block,), describe, joints)
             case ImageBlock():
                 raise _no_images()
     yield from cut()
 
 
-def _other_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
+def _other_steps(
+    message: Message, index: int, describe: DescribeTools, joints: Mapping[str, str]
+) -> Iterator[PromptStep]:
     """Steps of a system, user or tool message: one for each tool result and for each text between them."""
     kind: Kind = "orphan" if message.role == "tool" else message.role
     for is_result, group in groupby(message.blocks, key=lambda block: isinstance(block, ToolResultBlock)):
         if not is_result:
-            yield _with_text(PromptStep(kind, name=message.name, index=index), tuple(group), describe)
+            yield _with_text(PromptStep(kind, name=message.name, index=index), tuple(group), describe, joints)
             continue
         for block in group:
             if isinstance(block, ToolResultBlock):
-                yield _result_step(block, index, message.name, describe)
+                yield _result_step(block, index, message.name, describe, joints)
 
 
-def _with_text(step: PromptStep, blocks: Sequence[Block], describe: DescribeTools, *before: str) -> PromptStep:
-    """The step with the blocks' text behind `before`, each block on its own line."""
-    texts, own, end = list(before), list[tuple[int, int]](), sum(len(text) + 1 for text in before)
-    for text, is_own in _texts(blocks, describe):
-        texts.append(text)
+def _with_text(
+    step: PromptStep, blocks: Sequence[Block], describe: DescribeTools, joints: Mapping[str, str], before: str = ""
+) -> PromptStep:
+    """The step with the blocks' text behind `before`; what is not the client's stands on lines of its own."""
+    text, own, joint = before, list[tuple[int, int]](), joints.get(ROLES[step.kind], "\n")
+    was_own: bool | None = None
+    for part, is_own in _texts(blocks, describe):
+        if was_own is not None:
+            text += "\n" if is_own or was_own else joint
         if is_own:
-            own.append((end, end + len(text)))
-        end += len(text) + 1
-    return replace(step, text="\n".join(texts), own=tuple(own))
+            own.append((len(text), len(text) + len(part)))
+        text += part
+        was_own = is_own
+    return replace(step, text=text, own=tuple(own))
 
 
 def _texts(blocks: Sequence[Block], describe: DescribeTools) -> Iterator[tuple[str, bool]]:
@@ -213,12 +235,13 @@ def _text_of(block: Block) -> str:
             raise _no_images()
 
 
-def _result_step(block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools) -> PromptStep:
+def _result_step(
+    block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools, joints: Mapping[str, str]
+) -> PromptStep:
     """The step of a tool result; an error is marked, since no template has a field for it. `name` is the message's name
     of the tool, which its call has too, if there is one."""
     step = PromptStep("result", call_id=block.call_id, call_name=name or "", index=index)
-    said = _with_text(step, block.blocks, describe, *(["[error]"] if block.is_error else []))
-    return replace(said, text="[error]\n") if block.is_error and not block.blocks else said
+    return _with_text(step, block.blocks, describe, joints, "[error]\n" if block.is_error else "")
 
 
 def named(text: str, name: str) -> str:
@@ -331,18 +354,23 @@ def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
     return "".join(alphabet[byte % len(alphabet)] for byte in digest[:9])
 
 
-def tool_dicts(tools: Sequence[ToolSpec]) -> list[ToolDict]:
-    """The tools as OpenAI-style schemas of plain dicts."""
-    return [{"type": "function", "function": function_dict(tool)} for tool in tools]
+def tool_dicts(tools: Sequence[ToolSpec], form: WireForm | None = None) -> list[ToolDict]:
+    """The tools as OpenAI-style schemas of plain dicts, as they were sent but for what the form demands."""
+    functions = [function_dict(tool) for tool in tools]
+    if form is not None and form.describes_every_tool:
+        functions = [{"name": each["name"], "description": "", **each} for each in functions]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def function_dict(tool: ToolSpec) -> dict[str, object]:
-    """One tool as a plain dict; a missing description or parameters become empty ones."""
-    return {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": plain_data(tool.parameters) or {"type": "object", "properties": {}},
-    }
+    """One tool as a plain dict: what was not sent has no key. Missing parameters become empty ones."""
+    function: dict[str, object] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = plain_data(tool.parameters) or {"type": "object", "properties": {}}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return function
 
 
 def plain_data(value: object) -> object:
@@ -368,18 +396,3 @@ def hermes_call(call: ToolCallBlock) -> str:
 def hermes_result(text: str) -> str:
     """A tool result as text."""
     return f"<tool_response>\n{text}\n</tool_response>"
-
-
-def transcript(steps: Iterable[PromptStep], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
-    """The steps as plain text, each part under a label; it needs no template."""
-    parts: list[str] = []
-    for step in steps:
-        said = [named("", step.name).rstrip()] if step.name else []
-        said += [f"[thinking]\n{step.reasoning}"] if step.reasoning else []
-        if step.kind in ("result", "orphan"):
-            said.append(hermes_result(step.text))
-        elif step.text:
-            said.append(step.text)
-        said += [say_calls(step.calls)] if step.calls else []
-        parts.append("\n".join([f"[{ROLES[step.kind]}]", *said]))
-    return "\n\n".join(parts)

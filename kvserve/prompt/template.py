@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 
 from kvserve.core import CallRow, Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.prompt.call_words import EXAMPLES, CallWords
+from kvserve.prompt.call_words import EXAMPLES, CallWords, transcript
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
 from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample, talk
-from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts, transcript
+from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.tool_form import find_tool_form, shown_call
@@ -230,7 +230,8 @@ class ChatTemplate:
         for dialect, said in _attempts(profile, messages, tools):
             words = self._tool_words(dialect, tools)
             conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
-            writer = Writer(profile.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
+            offered = tool_dicts(tools, dialect.form) if dialect.tools else None
+            writer = Writer(profile.template, dialect.form, offered, arguments)
             written = writer.write(conformed)
             if isinstance(written, RenderedText):
                 notes = (*refusals, *conformed.notes)

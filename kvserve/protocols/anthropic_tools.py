@@ -87,7 +87,7 @@ def read_tool(tool: Fields) -> ToolSpec:
         name=tool.required("name", tool_name),
         description=_description(tool),
         parameters=tool.required("input_schema", read_parameters),
-        strict=tool.optional("strict", flag) or False,
+        strict=tool.optional("strict", flag),
     )
 
 

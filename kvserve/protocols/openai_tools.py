@@ -45,7 +45,7 @@ def read_function(value: object, path: str) -> ToolSpec:
         name=function.required("name", tool_name),
         description=function.optional("description", text),
         parameters=_NO_PARAMETERS if parameters is None else parameters,
-        strict=function.optional("strict", flag) or False,
+        strict=function.optional("strict", flag),
     )
 
 

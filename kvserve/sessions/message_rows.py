@@ -82,7 +82,7 @@ _BLOCKS: Mapping[object, Callable[[Row], Block]] = {
         text_of(row.get("name")),
         optional_text(row.get("description")),
         optional_text(row.get("parameters")),
-        flag(row.get("strict")),
+        optional_flag(row.get("strict")),
         flag(row.get("is_removed")),
     ),
     "result": lambda row: ToolResultBlock(
@@ -160,7 +160,7 @@ def tool_of(row: object) -> ToolSpec:
         text_of(values.get("name")),
         optional_text(values.get("description")),
         fields(values.get("parameters")),
-        flag(values.get("strict")),
+        optional_flag(values.get("strict")),
     )
 
 
@@ -198,6 +198,11 @@ def flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"no boolean: {value!r}")
     return value
+
+
+def optional_flag(value: object) -> bool | None:
+    """true, false or null."""
+    return None if value is None else flag(value)
 
 
 def number(value: object) -> int:
