@@ -147,6 +147,17 @@ def test_a_forced_call_is_the_beginning_of_the_next_prompt(app: AppUnderTest) ->
     assert num_cached_tokens >= first.usage["prompt_tokens"] + first.num_completion_tokens - 2
 
 
+def test_a_template_whose_turns_are_not_found_is_said_with_the_reason(app: AppUnderTest, tmp_path: Path) -> None:
+    """Once when the model is described; the other one's turns are found."""
+    said = "answers do not keep their own tokens in the next prompt"
+    roles = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    with serving(tmp_path, roles) as other:
+        assert [
+            f"{said}: no token is known that begins a message" in line for line in other.lines() if said in line
+        ] == [True]
+    assert not any(said in line for line in app.lines())
+
+
 def test_what_is_not_held_in_the_models_own_form_is_said(app: AppUnderTest, tmp_path: Path) -> None:
     """The reason once when the model is described, and in the line of every request whose calls are promised."""
     pairs = "{{ c.name }}({% for key, value in c.arguments.items() %}{{ key }}={{ value }};{% endfor %})"

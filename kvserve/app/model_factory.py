@@ -88,6 +88,8 @@ class ModelFactory:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         markers = learn_markers(tokenizer, template)
         stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
+        if stitcher.unreplayed is not None:
+            self.note(f"{source.name}: answers do not keep their own tokens in the next prompt: {stitcher.unreplayed}")
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
         conversations = self._conversations(

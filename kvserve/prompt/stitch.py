@@ -89,12 +89,12 @@ class Stitcher:
         self._tokenizer = tokenizer
         self._encode = (control or ControlTokens(tokenizer, ())).encode
         self._markers = markers
-        wanted = layout.openers | layout.ends
-        self._cutter = Cutter(tokenizer, {*wanted, layout.result_end})
+        self._wanted = layout.openers | layout.ends
+        self._cutter = Cutter(tokenizer, {*self._wanted, layout.result_end})
         # Only a turn that is cut off exactly at its end can be replaced.
         if layout.result_end not in self._cutter.tokens:
             layout = replace(layout, result_header="")
-        self._layout = layout if wanted <= self._cutter.tokens else replace(layout, header="", result_header="")
+        self._layout = layout if self._wanted <= self._cutter.tokens else replace(layout, header="", result_header="")
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
@@ -123,6 +123,18 @@ class Stitcher:
     def replays(self) -> bool:
         """Whether emitted ids are used: the template's turns are distinguishable and end in a token."""
         return bool(self._layout.header)
+
+    @property
+    def unreplayed(self) -> str | None:
+        """Why emitted ids are not used; None if they are."""
+        if self.replays:
+            return None
+        if not self._markers.openers:
+            return "no token is known that begins a message in its chat template"
+        uncut = sorted(self._wanted - self._cutter.tokens)
+        if uncut:
+            return f"a text cannot be cut at {', '.join(uncut)} without changing tokens"
+        return "its chat template's answers do not begin with a header of their own and end with a token"
 
     def tokens(
         self, prompt: PromptText, writings: Sequence[Written | None] = (), says: ReadsMessages | None = None

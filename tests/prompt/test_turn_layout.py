@@ -26,7 +26,7 @@ def test_the_header_and_the_ends_of_each_family_are_found(name: str) -> None:
     assert not ENDS[name] or ENDS[name].strip() in layout.ends
     assert not ENDS[name] or ENDS[name].strip() == layout.end
     assert of.stitcher.turn_end == of.tokenizer.token_id(layout.end) is not None
-    assert of.stitcher.replays
+    assert of.stitcher.replays and of.stitcher.unreplayed is None
 
 
 @pytest.mark.parametrize("source", [*HOSTILE.values(), None])
@@ -36,7 +36,8 @@ def test_a_template_without_such_tokens_has_no_layout(source: str | None) -> Non
     template = ChatTemplate(tokenizer)
     markers = learn_markers(tokenizer, template)
     assert learn_layout(tokenizer, template, markers).header == ""
-    assert not Stitcher.of(tokenizer, template, markers).replays
+    stitcher = Stitcher.of(tokenizer, template, markers)
+    assert not stitcher.replays and stitcher.unreplayed
 
 
 @pytest.mark.parametrize(
