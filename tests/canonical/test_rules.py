@@ -158,6 +158,7 @@ def test_tools_in_another_order_are_one_set() -> None:
         ToolSpec(first.name, first.description, {**first.parameters, "required": []}),
         ToolSpec(first.name, first.description, dict(reversed(first.parameters.items()))),
         ToolSpec(first.name, first.description, first.parameters, strict=True),
+        ToolSpec(first.name, first.description, first.parameters, strict=False),
     ):
         assert canonical_tools([changed, *others]) != canonical_tools(seen)
     assert canonical_tools(seen[:-1]) != canonical_tools(seen)
