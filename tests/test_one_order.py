@@ -46,9 +46,9 @@ def prompt_ids(model: ModelFree, turn: Turn, patch: pytest.MonkeyPatch) -> tuple
 def as_messages(chat: dict[str, Any]) -> dict[str, Any]:
     """The body of /v1/messages that says what a chat body says."""
     messages: list[Any] = []
-    system: str | None = None
+    system: Any = None
     for message in chat["messages"]:
-        role, content = message["role"], _text(message.get("content"))
+        role, content = message["role"], _blocks(message.get("content"))
         if role in ("system", "developer"):
             if not messages and system is None:
                 system = content
@@ -69,6 +69,7 @@ def as_messages(chat: dict[str, Any]) -> dict[str, Any]:
             "name": tool["function"]["name"],
             **({"description": said} if (said := tool["function"].get("description")) else {}),
             "input_schema": tool["function"].get("parameters") or {"type": "object", "properties": {}},
+            **({"strict": strict} if (strict := tool["function"].get("strict")) is not None else {}),
         }
         for tool in chat.get("tools") or []
     ]
@@ -76,11 +77,11 @@ def as_messages(chat: dict[str, Any]) -> dict[str, Any]:
     return body if system is None else {**body, "system": system}
 
 
-def _answer(message: dict[str, Any], content: str) -> Iterator[dict[str, Any]]:
+def _answer(message: dict[str, Any], content: Any) -> Iterator[dict[str, Any]]:
     if thinking := next((message[key] for key in ("reasoning_content", "reasoning") if message.get(key)), None):
         yield {"type": "thinking", "thinking": thinking, "signature": ""}
     if content:
-        yield {"type": "text", "text": content}
+        yield from content if isinstance(content, list) else [{"type": "text", "text": content}]
     for call in message.get("tool_calls") or []:
         arguments = json.loads(call["function"]["arguments"] or "{}")
         yield {"type": "tool_use", "id": call.get("id") or "", "name": call["function"]["name"], "input": arguments}
@@ -90,9 +91,9 @@ def _is_result(content: Any) -> bool:
     return isinstance(content, list) and content[0]["type"] == "tool_result"
 
 
-def _text(content: Any) -> str:
+def _blocks(content: Any) -> Any:
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if part["type"] == "text")
+        return [{"type": "text", "text": part["text"]} for part in content if part["type"] == "text"]
     return content or ""
 
 
