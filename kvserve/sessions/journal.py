@@ -40,13 +40,13 @@ class JournalSwitch:
 
     def put(self, kind: Kind, key: bytes, body: Callable[[], bytes]) -> None:
         """Passed on."""
-        if self.to is not None:
-            self.to.put(kind, key, body)
+        if (to := self.to) is not None:  # `detach` may run on another thread
+            to.put(kind, key, body)
 
     def drop(self, kind: Kind, key: bytes) -> None:
         """Passed on."""
-        if self.to is not None:
-            self.to.drop(kind, key)
+        if (to := self.to) is not None:
+            to.drop(kind, key)
 
 
 UNWRITTEN: Journal = JournalSwitch()
