@@ -221,6 +221,17 @@ def test_what_closes_calls_in_pairs_may_be_missing(name: str) -> None:
     assert read(family_of(name).output_format, [f"I look.\n{text} and more"]) == (called, "I look.\n and more")
 
 
+def test_the_last_of_the_tags_that_end_a_call_may_be_missing() -> None:
+    """As in Qwen-coder's form: where several end each call, the end of the turn says the same as the last one."""
+    output_format = family_of("own_lines").output_format
+    text = written("own_lines", ("read_file", {"path": "a"}))
+    assert text.endswith("</fn>\n</call>")
+    for end in ("</call>", "\n</call>", "call>"):
+        assert read(output_format, [text.removesuffix(end)]) == ([("read_file", '{"path": "a"}')], "")
+    [(_, arguments)], _ = read(output_format, [text.removesuffix("</fn>\n</call>")])
+    assert arguments == '{"path": "a\\n</arg>\\n'
+
+
 @every_form
 def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     """A call that the end cuts is no whole call, and nothing of it is lost."""
