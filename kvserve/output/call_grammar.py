@@ -253,7 +253,8 @@ class CallGrammar:
             return lambda key, value: f"{before} {key} {behind} {value}"
 
         other = None if pairs.other_value is None else pair(pairs.other_value)
-        form = PairForm(pair(pairs.value), pairs.closing, pairs.between, f"<>{pairs.value[0]}", other)
+        stops = f"<>{pairs.value[0]}{(pairs.other_value or pairs.value)[0]}"
+        form = PairForm(pair(pairs.value), pairs.closing, pairs.between, stops, other)
         return self._pairs(tool, parameters, form)
 
     def _pairs(self, tool: OfferedTool, parameters: Enforced, form: PairForm) -> str:

@@ -67,8 +67,7 @@ def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarker
     if len(gaps) < len(_PROBE) - 1:
         return MessageMarkers(frozenset(), (), special)
     to_assistant, to_user = gaps[-2], gaps[-1]
-    shared = [ids[0] for ids in takewhile(lambda pair: pair[0] == pair[1], zip(to_assistant, to_user, strict=False))]
-    opener = next((token for token in reversed(shared) if token in special), None)
+    opener = next((token for token in reversed(_shared(to_assistant, to_user)) if token in special), None)
     if opener is None:
         opener = _parting(to_assistant, to_user, special)
     if opener is not None:
@@ -91,14 +90,18 @@ def _parting(one: Sequence[int], other: Sequence[int], special: frozenset[int]) 
 def _gaps_in_both_modes(tokenizer: Tokenizer, template: ChatTemplate, special: frozenset[int]) -> list[tuple[int, ...]]:
     """The gaps, each without what only one of thinking on and off writes behind a message's text."""
     off, on = (_gaps(tokenizer, template, thinking=thinking) for thinking in (False, True))
-    shared = (_shared_end(one, other) for one, other in zip(off, on, strict=False))
-    return [end if special.intersection(end) else gap for gap, end in zip(off, shared, strict=False)]
+    return [_without_words_of_one_mode(*modes, special) for modes in zip(off, on, strict=False)]
 
 
-def _shared_end(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return tuple(one[len(one) - num_shared :])
+def _without_words_of_one_mode(off: tuple[int, ...], on: tuple[int, ...], special: frozenset[int]) -> tuple[int, ...]:
+    """The gap from where both modes go on alike, unless a special token begins both alike: then they part behind it."""
+    end = _shared(off[::-1], on[::-1])[::-1]
+    return end if special.intersection(end) and not special.intersection(_shared(off, on)) else off
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """What both begin with."""
+    return tuple(pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _gaps(tokenizer: Tokenizer, template: ChatTemplate, *, thinking: bool) -> list[tuple[int, ...]]:

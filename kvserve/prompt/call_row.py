@@ -237,7 +237,7 @@ def _check_shape(asker: _Asker, row: CallRow) -> None:
         raise Unlike("nothing stands between two calls")
     if _TAG.match(row.opening[0]):
         return
-    if not row.opening[0].startswith("{"):
+    if row.pairs is not None or not row.opening[0].startswith("{"):
         raise Unlike(f"no tag stands before a call: {row.opening[0]!r}")
     if any(opening in asker.prober.template.source for opening, _ in REASONING_TAGS):
         raise Unlike("a call without a tag cannot be told from text behind thinking")

@@ -58,14 +58,15 @@ class _Scan:
 
     def _joined(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces without those that no cut begins."""
-        joined: list[Piece] = []
+        joined: list[tuple[str, list[str]]] = []
         for token, body in pieces:
-            if joined and token not in self._tokens:
-                opener, before = joined[-1]
-                joined[-1] = opener, before + token + body
+            if token in self._tokens:
+                joined.append((token, [body]))
+            elif joined:
+                joined[-1][1].extend((token, body))
             else:
-                joined.append((token, body) if token in self._tokens else ("", token + body))
-        return joined
+                joined.append(("", [token, body]))
+        return [(token, "".join(bodies)) for token, bodies in joined]
 
 
 def _changes_text(normalizer: tokenizers.normalizers.Normalizer | None) -> bool:

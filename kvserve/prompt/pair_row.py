@@ -62,7 +62,10 @@ def _other_value(text: str, before_first: str, behind: str) -> str:
     head, tail = f"{before_first}{KEYS[0]}", f"{NUMBER}{behind}"
     if not text.startswith(head) or not text.endswith(tail):
         raise Unlike("it writes a number in another way than a string")
-    return text[len(head) : len(text) - len(tail)]
+    between = text[len(head) : len(text) - len(tail)]
+    if not between.strip():  # a key with a space in it would end there
+        raise Unlike("nothing stands between a key and a number")
+    return between
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
 
 
 def _cuts_inline(prober: Prober, dialect: Dialect) -> Iterator[tuple[Kind, bool]]:
-    """Where inline reasoning is not shown once a question or a result follows, whatever the template is told."""
+    """Where inline reasoning is not shown once anything follows, whatever the template is told."""
     if dialect.form.reasoning != INLINE:
         return
     names = filter(prober.template.is_free, prober.template.reads)
@@ -322,11 +322,15 @@ def _cuts_inline(prober: Prober, dialect: Dialect) -> Iterator[tuple[Kind, bool]
     kinds: tuple[Kind, ...] = ("assistant", "calls") if dialect.calls else ("assistant",)
     for kind, is_behind in product(kinds, (False, True) if dialect.results else (False,)):
         lead: tuple[Kind, ...] = ("user", "calls", "result") if is_behind else ("user",)
-        later: Kind = "result" if kind == "calls" and dialect.results else "user"
-        steps = talk((*lead, kind, later))
-        is_written = prober.shows(steps, dialect.form)
-        steps[len(lead)] = replace(steps[len(lead)], reasoning="kwreasoning")
-        if is_written and not any(each.shows_reasoning(steps, dialect.form) for each in asked):
+        after: Kind = "result" if dialect.results else "user"
+        # some templates cut it off only behind a question
+        laters: list[tuple[Kind, ...]] = [("user",), ("assistant",), ("calls", after)]
+        laters = laters[: 3 if dialect.calls else 2] if kind == "assistant" else [(after,)]
+        talks = (talk((*lead, kind, *later)) for later in laters)
+        written = [steps for steps in talks if prober.shows(steps, dialect.form)]
+        for steps in written:
+            steps[len(lead)] = replace(steps[len(lead)], reasoning="kwreasoning")
+        if written and not any(each.shows_reasoning(steps, dialect.form) for steps in written for each in asked):
             yield kind, is_behind
 
 

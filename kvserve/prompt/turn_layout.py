@@ -35,7 +35,8 @@ class TurnLayout:
     or do not end in one of the tokens. `end` is the token that the template writes behind an assistant's words, "" if
     it writes none. `result_header` is what answers to a tool's result begin with where they have no such header: the
     token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
-    `others` behind it is no answer. `tails` are what a prompt's end has behind the header.
+    `others` behind it is no answer. `tails` are what a prompt's end has behind the header and
+    an answer in history has not.
     """
 
     openers: frozenset[str]
@@ -77,8 +78,8 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     ends -= {token for token in ends if token in header}
     if is_anyones:
         return TurnLayout(openers, ends, end=end)
-    tails = frozenset(tail.removeprefix(header) for tail in shown[1:])
-    layout = TurnLayout(openers, ends, header, end, tails=tails)
+    kept, *tails = (text.removeprefix(header) for text in shown)
+    layout = TurnLayout(openers, ends, header, end, tails=frozenset(tails) - {kept})
     return _with_result_header(template, layout, added.values())
 
 

@@ -113,3 +113,13 @@ def test_tags_that_are_cut_off_leave_nothing(condition: str, arguments: dict[str
     prompt = template.render((hi, answer, go), thinking=True, template_arguments=arguments)
     assert prompt.text == f"<user>hi<assistant>{thought if is_shown else 'so'}<user>go"
     assert template.render((hi, answer), thinking=True).text == f"<user>hi<assistant>{thought}"
+
+
+def test_thinking_that_only_a_question_cuts_off_stays_before_anything_else() -> None:
+    """A template that shows it up to the next question shows it also in an answer that goes on in another message."""
+    behind = "messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list"
+    template = ChatTemplate(tokenizer_of(byte_level_backend(), CUTS.replace("CONDITION", behind)))
+    answer, more = (ThinkingBlock("hm"), TextBlock("so")), (TextBlock("go"),)
+    said = (Message("user", (TextBlock("hi"),)), Message("assistant", answer), Message("assistant", more))
+    prompt = template.render(said, thinking=True)
+    assert prompt.text == "<user>hi<assistant><think>\nhm\n</think>\n\nso<assistant>go"

@@ -24,12 +24,14 @@ from tests.laws import num_examples, sampled, sampled_cells
 from tests.output.test_grammar import Setup, byte_tokenizer
 from tests.output.tool_parsers.test_calls import JSON, TEXTS
 from tests.prompt.call_forms import (
+    ANY,
     CALLS,
     HEAD,
     PAIR,
     PAIRED,
     PAIRS,
     TAIL,
+    TOLD,
     VALUE,
     VARIABLES,
     as_written,
@@ -78,6 +80,9 @@ def test_the_parts_of_pairs_are_what_the_template_writes() -> None:
         ("invoked", "</arg>\n", "\n", "on either side of an argument's value"),
         ("invoked", "{{ k }}", "key", "neither one JSON object nor pairs"),
         ("told", "<|end_call|>", "", "nothing ends a call"),
+        ("joined", "[CALL]", "{{ '{' }}", "no tag stands before a call"),
+        ("told", f'" as="{TOLD}">', "{{ '=' if v is string }}", "nothing stands between a key and a number"),
+        ("told", f'" as="{TOLD}">', "{{ '=' if v is string else ' ' }}", "nothing stands between a key and a number"),
     ],
 )
 def test_pairs_that_do_not_read_back_are_not_derived(name: str, old: str, new: str, reason: str) -> None:
@@ -216,6 +221,17 @@ def test_what_closes_calls_in_pairs_may_be_missing(name: str) -> None:
     assert read(family_of(name).output_format, [f"I look.\n{text} and more"]) == (called, "I look.\n and more")
 
 
+def test_the_last_of_the_tags_that_end_a_call_may_be_missing() -> None:
+    """As in Qwen-coder's form: where several end each call, the end of the turn says the same as the last one."""
+    output_format = family_of("own_lines").output_format
+    text = written("own_lines", ("read_file", {"path": "a"}))
+    assert text.endswith("</fn>\n</call>")
+    for end in ("</call>", "\n</call>", "call>"):
+        assert read(output_format, [text.removesuffix(end)]) == ([("read_file", '{"path": "a"}')], "")
+    [(_, arguments)], _ = read(output_format, [text.removesuffix("</fn>\n</call>")])
+    assert arguments == '{"path": "a\\n</arg>\\n'
+
+
 @every_form
 def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     """A call that the end cuts is no whole call, and nothing of it is lost."""
@@ -282,6 +298,17 @@ def test_a_forced_value_has_a_type_of_its_schema(name: str) -> None:
         assert case.accepts(grammar, written(name, ("choose", good))), good
     for bad in ({}, {"way": "down", "text": "a"}, {"text": "a", "list": ["b"]}, {"text": "a", "list": "b"}):
         assert not case.accepts(grammar, written(name, ("choose", bad))), bad
+
+
+def test_a_forced_key_ends_where_either_kind_of_value_begins() -> None:
+    """A text and a number may begin differently: a key holds the beginning of neither, as it would be read to end."""
+    source = PAIRS["told"].replace(f'" as="{TOLD}">', "{{ '|text]' if v is string else ']' }}")
+    row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    assert isinstance(row, CallRow)
+    case = Setup(byte_tokenizer(()), select_format("auto", "", (), None, row))
+    grammar = case.grammar(ToolChoice("required"), tools=(ANY,))
+    assert case.accepts(grammar, rendered(source, [("any", {"a": 5, "b": "x"})]))
+    assert not case.accepts(grammar, rendered(source, [("any", {"a]b": "x"})]))
 
 
 @sampled_cells(lambda tokens, name: tokens is (name == "told"))

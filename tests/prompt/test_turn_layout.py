@@ -88,6 +88,17 @@ def test_what_only_one_mode_writes_behind_a_question_is_no_header(quiet: str) ->
     assert (layout.header, layout.openers) == ("<|assistant|>", {"<|user|>", "<|assistant|>"})
 
 
+def test_what_only_one_mode_writes_into_an_answer_hides_no_opener() -> None:
+    """Behind the header, in history too: what the modes share at the end is no message's beginning."""
+    thought = "{% if enable_thinking %}<think></think>{% else %}</think>{% endif %}"
+    source = (
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.role == 'assistant' %}" + thought + "{% endif %}"
+        "{{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    layout = layout_of(small(source, "<|turn|>", "<|over|>", "<think>", "</think>", stops=("<|over|>",)))
+    assert (layout.openers, layout.header, layout.end) == ({"<|turn|>"}, "<|turn|>assistant\n", "<|over|>")
+
+
 def test_a_line_end_before_the_token_that_begins_a_message_is_no_opener() -> None:
     """As Nemotron Nano v2 writes it: a line end behind every text, and only answers end in a token of their own."""
     source = (
@@ -226,14 +237,22 @@ class ReadsThinking(Reads):
         return (thought.removeprefix("<think>"), said.removesuffix("<|over|>"), ()) if closed else ("", text, ())
 
 
-@pytest.mark.parametrize(("tail", "num_replayed"), [("<think>No time.</think>", 1), ("<think>My own.</think>", 0)])
-def test_what_the_template_thinks_in_a_prompts_tail_is_not_the_answers(tail: str, num_replayed: int) -> None:
-    """As Seed-OSS has its budget said: history has the answer alone, with the ids of the tail that the model read. What
-    a client put there instead is its own, and stays where it is."""
+@pytest.mark.parametrize(
+    ("kept", "tail", "num_replayed"),
+    [
+        ("", "<think>No time.</think>", 1),
+        ("", "<think>My own.</think>", 0),
+        ("<think>No time.</think>", "<think>No time.</think>", 1),
+    ],
+)
+def test_what_the_template_thinks_in_a_prompts_tail_is_not_the_answers(kept: str, tail: str, num_replayed: int) -> None:
+    """As Seed-OSS has its budget said: history has the answer alone, with the ids of the tail that the model read, or
+    `kept` before it. What a client put there instead is its own, and stays where it is."""
     source = (
-        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}"
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.role == 'assistant' and not enable_thinking %}KEPT"
+        "{% endif %}{{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}"
         "<|turn|>assistant\n{% if not enable_thinking %}<think>No time.</think>{% endif %}{% endif %}"
-    )
+    ).replace("KEPT", kept)
     tokenizer = small(source, "<|turn|>", "<|over|>", stops=("<|over|>",))
     template = ChatTemplate(tokenizer)
     stitcher = Stitcher.of(tokenizer, template, learn_markers(tokenizer, template))
@@ -241,6 +260,6 @@ def test_what_the_template_thinks_in_a_prompts_tail_is_not_the_answers(tail: str
     odd = tokenizer.encode("hel") + tokenizer.encode("lo world")
     written = Written(Message("assistant", (TextBlock("hello world"),)), prefix, odd, False)
     history = "<|turn|>user\nq<|over|><|turn|>assistant\n{}hello world<|over|><|turn|>user\nz<|over|>"
-    stitched = stitcher.tokens(PromptText(history.format(""), False), (written,), ReadsThinking())
+    stitched = stitcher.tokens(PromptText(history.format(kept), False), (written,), ReadsThinking())
     assert stitched.num_replayed_turns == num_replayed
-    assert tokenizer.decode(stitched.ids) == history.format(tail if num_replayed else "")
+    assert tokenizer.decode(stitched.ids) == history.format(tail if num_replayed else kept)

@@ -167,7 +167,7 @@ class _Reading:
         string, other = self.values.leads
         more = chain_of(self.values.closing + self.pairs.between + self.pairs.opening)
         last = list(dict.fromkeys(map(self._last, (self.next_call, self.close))))
-        may_lack_end = [self._last(self.close)] if self.close else []
+        may_lack_end = [self._last(self.close)] if self.close or len(self.end) > 1 else []
         chain = more
         while chain == more:
             key: list[str] = []
