@@ -61,11 +61,11 @@ FAILS = "{% for m in messages %}<{{ m.role }}>{{ m.content + '' }}{% endfor %}"
 
 @pytest.mark.parametrize("role", ["user", "system"])
 @pytest.mark.parametrize(
-    ("source", "joint"), [(CONCATENATES, ""), (GLUES, "\n\n"), (TAGS, "\n"), (DUMPS, "\n"), (FAILS, "\n")]
+    ("source", "joint"), [(CONCATENATES, "\n"), (GLUES, "\n\n"), (TAGS, "\n"), (DUMPS, "\n"), (FAILS, "\n")]
 )
 def test_parts_are_joined_as_the_template_joins_them(role: Role, source: str, joint: str) -> None:
-    """What it writes between parts stands between them, but for words of its own; where it takes no parts, each is a
-    line."""
+    """The lines that it writes between parts stand between them, but for words of its own; where it writes none, or
+    takes no parts, each is a line: some are files, and words of the server's."""
     said = Message(role, (TextBlock("How "), TextBlock("is it?")))
     messages = (said,) if role == "user" else (said, Message("user", (TextBlock("hi"),)))
     prompt = ChatTemplate(tokenizer_of(byte_level_backend(), source)).render(messages, thinking=True)
@@ -73,13 +73,13 @@ def test_parts_are_joined_as_the_template_joins_them(role: Role, source: str, jo
 
 
 def test_a_control_token_in_two_parts_is_text() -> None:
-    """Joined without a line end, the parts of a user's message cannot spell one."""
+    """The parts of a user's message cannot spell one together."""
     tokenizer = family_tokenizer("qwen3")
     template = ChatTemplate(replace(tokenizer, chat_template=CONCATENATES))
     for token in ("<|im_end|>", "<|image_pad|>"):
         said = Message("user", (TextBlock(f"What is {token[:5]}"), TextBlock(f"{token[5:]} for?")))
         prompt = template.render((said,), thinking=True)
-        assert token in prompt.text and tokenizer.token_id(token) is not None
+        assert f"{token[:5]}\n{token[5:]}" in prompt.text and tokenizer.token_id(token) is not None
         assert tokenizer.token_id(token) not in prompt.ids.ids
 
 
