@@ -142,18 +142,15 @@ def _proxy_folder(port: int, state_dir: Path) -> Path:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Tries; what was made for it is gone afterwards. None where the folder can be written to."""
-    absent = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    """None where files can be written there, or folders made where it is not there yet. The folder itself is never
+    made and removed for it: another server may be starting on it at the same time."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(folder)  # a name that is too long stands nowhere
+        with tempfile.TemporaryFile(dir=next(each for each in (folder, *folder.parents) if os.path.lexists(each))):
             return None
     except OSError as error:
         return error.strerror or str(error)
-    finally:
-        for each in absent:
-            with contextlib.suppress(OSError):
-                each.rmdir()
 
 
 def model_folders(names: Sequence[str]) -> tuple[Path, ...]:

@@ -3,8 +3,10 @@ nothing that a start would take."""
 
 import errno
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 from huggingface_hub.errors import HFValidationError
@@ -22,6 +24,7 @@ from kvserve.settings.start_checks import (
     known_settings,
     local_folder,
     refuse_unusable,
+    refuse_unusable_folder,
     refuse_unusable_start,
 )
 from tests.laws import num_examples
@@ -334,6 +337,19 @@ def test_a_start_that_is_refused_leaves_no_folder(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [".env"]
     (folder / "kv").mkdir()
     assert early([], usable(folder)) == "" and (folder / "kv").is_dir()
+
+
+def test_a_folder_that_another_start_makes_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers on one new folder: neither takes away what the other is about to write in."""
+    real = tempfile.TemporaryFile
+
+    def write_beside_another(dir: Path) -> IO[bytes]:
+        (folder / "a" / "b").mkdir(parents=True, exist_ok=True)
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", write_beside_another)
+    refuse_unusable_folder(folder / "a" / "b")
+    assert (folder / "a" / "b").is_dir()
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
