@@ -112,7 +112,16 @@ class BlobTrie:
             if position.depth != offset or offset == 0:
                 return None
             head = self._head("checkpoint", position, TokenRun(offset, b""), kind)
-            return self._stand(position, replace(head, base=base.name) if base is not None else head)
+            entry = self._stand(position, replace(head, base=base.name) if base is not None else head)
+            if entry is not None:
+                self._note_who_passed(entry, position)
+            return entry
+
+    def _note_who_passed(self, state: Entry, position: Position) -> None:
+        """A new state is used by everybody whose requests came as far as it stands, not only by the one who wrote it."""
+        for user, depth in self._paths.entry_of(position.node).users.items():
+            if depth >= position.depth:
+                self._uses.note(state, user, position.depth)
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
         """Add a blob that is on disk. False where its parent is not known, the same tokens are known already, or it is
