@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_blob import BlobName
@@ -105,10 +105,13 @@ def kept(*, needs_checkpoints: bool, is_whole: bool = False) -> Iterator[Kept]:
 
 said = st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 4), st.sampled_from("ab"))
 happened = st.lists(st.one_of(said, st.integers(0, 50), st.just("joined")), min_size=1, max_size=12)
+PASSED_BEFORE: list[object] = [([1, 1], 1, "b"), ([1, 1, 0], 1, "a"), ([1], 1, "a"), ([1, 1, 0], 1, "a")]
+"""The state behind one token is written for a, at a place that b passed before."""
 
 
 @pytest.mark.parametrize(("needs_checkpoints", "stride_tokens"), [(False, 1), (True, 1), (True, 5)])
 @given(events=happened)
+@example(events=PASSED_BEFORE)
 @settings(max_examples=num_examples(25), deadline=None)
 def test_the_disk_knows_what_it_would_know_of_whole_paths(
     needs_checkpoints: bool, stride_tokens: int, events: list[object]
