@@ -109,18 +109,26 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     return ours.from_string(source), frozenset(jinja2.meta.find_undeclared_variables(ours.parse(source)))
 
 
+def fault_of(source: str) -> str | None:
+    """Where and why `source` is no template, None where it is one."""
+    try:
+        _compiled(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {(error.message or '').rstrip('.')}"
+    return None
+
+
 class CompiledTemplate:
     """A template in Hugging Face's sandboxed environment. Thread-safe."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """Raises ModelLoadError if `source` is not a template. `variables` are the special tokens by name."""
-        try:
-            self._template, self.reads = _compiled(source)
-        except jinja2.TemplateSyntaxError as error:
+        if (fault := fault_of(source)) is not None:
             raise ModelLoadError(
-                f"The model's chat template is broken at line {error.lineno}: {error.message}. Mend "
-                "chat_template.jinja (or chat_template in tokenizer_config.json), or download the model again."
-            ) from error
+                f"The model's chat template is broken at {fault}. Mend chat_template.jinja (or chat_template in "
+                "tokenizer_config.json), or download the model again."
+            )
+        self._template, self.reads = _compiled(source)
         self.source = source
         self._variables = dict(variables)
         own = self._template.environment.globals

@@ -86,8 +86,9 @@ def without_surrogates(text: str) -> str:
     return text
 
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a model folder; reads only local files and runs no code of the folder.
+def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model folder; reads only local files and runs no code of the folder. `template` is the source
+    of the chat template that stands for the folder's, if one does.
 
     Raises ModelLoadError that names the file and says what to do.
     """
@@ -108,7 +109,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     # The wrapper sets these on every call, a race between threads; the bare backend never changes.
     backend.no_padding()
     backend.no_truncation()
-    template = _chat_template(model_dir, loaded.chat_template)
+    template = _chat_template(model_dir, loaded.chat_template) if template is None else template
     return Tokenizer(
         backend=backend,
         decoder=decoder_form(backend),
