@@ -118,6 +118,20 @@ def fault_of(source: str) -> str | None:
     return None
 
 
+def by_tools(without: str, with_tools: str) -> str:
+    """One template that is `with_tools` where a request has tools and `without` where it has none, to the letter: the
+    line end behind a tag goes with the tag, `+` keeps the white space before one, and Jinja itself leaves out a last
+    line end."""
+    return (
+        f"{{%+ if tools is not none %}}\n{_without_last_line_end(with_tools)}"
+        f"{{%+ else %}}\n{_without_last_line_end(without)}{{%+ endif %}}"
+    )
+
+
+def _without_last_line_end(source: str) -> str:
+    return source.removesuffix("\n").removesuffix("\r") if source.endswith("\n") else source.removesuffix("\r")
+
+
 class CompiledTemplate:
     """A template in Hugging Face's sandboxed environment. Thread-safe."""
 
