@@ -16,6 +16,7 @@ from benchmarks.template_model import Model, load_model
 from benchmarks.template_reference import Reference
 from benchmarks.template_render import render_cells
 from benchmarks.template_replay import replay_cells
+from kvserve.app.wiring import template_file
 
 COLUMNS: Mapping[str, Callable[[Model, Reference], Iterator[Cell]]] = {
     "load": load_cells,
@@ -44,10 +45,13 @@ class Row:
         return [cell for cell in self.cells if cell.verdict == "miss"]
 
 
-def row_of(name: str, folder: Path, columns: Iterable[str] = COLUMNS) -> Row:
-    """The cells of a folder. A folder that cannot be loaded has one, which says why."""
+def row_of(name: str, folder: Path, columns: Iterable[str] = COLUMNS, template: Path | None = None) -> Row:
+    """The cells of a folder, with the template of a file in the place of its own, if one is given. A folder that cannot
+    be loaded has one cell, which says why."""
     try:
-        model, reference = load_model(folder), Reference(folder)
+        given = template_file(template)
+        source = given.source if given is not None else None
+        model, reference = load_model(folder, source), Reference(folder, source)
     except Exception as error:  # noqa: BLE001  # the reason is the result
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Row(name, (Cell("load", "template", "miss", reason),))

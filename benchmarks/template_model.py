@@ -43,14 +43,15 @@ class Model:
         return self.template.write(messages, tools, thinking=said.thinking is not False)
 
 
-def load_model(folder: Path) -> Model:
-    """Raises ModelLoadError for a folder that cannot be served."""
-    tokenizer = load_tokenizer(folder)
+def load_model(folder: Path, template_source: str | None = None) -> Model:
+    """With the template in `template_source` in the place of the folder's own, if one is given. Raises ModelLoadError
+    for a folder that cannot be served."""
+    tokenizer = load_tokenizer(folder, template_source)
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
     source = tokenizer.chat_template or ""
     row = None if own_call_tag(source) is not None else call_row(tokenizer, read_calls)
     derived = row if isinstance(row, CallRow) else None
-    parser = library_tool_parser(folder) if isinstance(row, NoRow) else None
+    parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
     output_format = select_format("auto", source, added, foreign, derived)
     template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row)

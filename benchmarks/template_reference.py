@@ -69,12 +69,14 @@ class NotRendered:
 
 
 class Reference:
-    """One folder's tokenizer and template in transformers."""
+    """One folder's tokenizer and template in transformers, or another template in the place of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template_source: str | None = None) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
         )
+        if template_source is not None:
+            self.tokenizer.chat_template = template_source
         template = self.tokenizer.chat_template
         self.source: str = template if isinstance(template, str) else (template or {}).get("default", "")
         self._found: dict[tuple[bool, bool, bool], Spelling] = {}

@@ -39,6 +39,9 @@ class Settings(BaseSettings):
         DEFAULTS["model_path"],
         description="Folder in Hugging Face format or hub name.",
     )
+    chat_template: Path | None = Field(
+        None, description="A file in Jinja that stands for the chat template of MODEL_PATH's model; read at the start."
+    )
     model_family: ModelFamily = Field("auto", description="Which tool-call and thinking form is tried first.")
     model_strict: bool = Field(False, description="Refuse a `model` that is no model here and no alias.")
     model_aliases: NameList = Field(

@@ -215,13 +215,17 @@ def _counted(under_test: AppUnderTest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterator[Mapping[str, Any]]:
-    """Make the model write `text` (and its stop token) in requests that carry the yielded fields.
+def writing(
+    under_test: AppUnderTest, text: str, *, ends: bool = True, in_letters: bool = False
+) -> Iterator[Mapping[str, Any]]:
+    """Make the model write `text` (and its stop token) in requests that carry the yielded fields; `in_letters`: in
+    other tokens than the tokenizer's.
 
     Everything is real but the draw: a logits processor leaves one token at each step.
     """
     tokenizer = under_test.served.tokenizer
-    script = [*tokenizer.encode(text), *([min(tokenizer.stop_token_ids)] if ends else [])]
+    written = [token for part in (text if in_letters else (text,)) for token in tokenizer.encode(part)]
+    script = [*written, *([min(tokenizer.stop_token_ids)] if ends else [])]
     real = decode_group.processors_for
 
     def processors_for(params: Any, num_prompt_tokens: int) -> list[Any]:

@@ -43,11 +43,13 @@ def test_every_flag_is_accepted() -> None:
     launch = load_launch(["--demo", "--port", "1", "--proxy-port", "2", "--no-proxy", "--ephemeral-cache"])
     assert (launch.is_demo, launch.with_proxy, launch.disk_cache) == (True, False, "ephemeral")
     assert load_launch(["--no-disk-cache"]).disk_cache == "off"
-    launch = load_launch(["--disk-cache", "/somewhere", "--model", "a/b"])
-    assert (launch.disk_cache, launch.settings.disk_cache_dir, launch.settings.model_path) == (
+    launch = load_launch(["--disk-cache", "/somewhere", "--model", "a/b", "--chat-template", "c.jinja"])
+    settings = launch.settings
+    assert (launch.disk_cache, settings.disk_cache_dir, settings.model_path, settings.chat_template) == (
         "on",
         Path("/somewhere"),
         "a/b",
+        Path("c.jinja"),
     )
     with pytest.raises(StartupError, match="not allowed with"):
         load_launch(["--no-disk-cache", "--ephemeral-cache"])

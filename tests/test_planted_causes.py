@@ -1,5 +1,5 @@
-"""Why was it computed again? Twelve causes, each planted in a conversation with a real server and named over HTTP: the
-cause, and the message and the character where the prompts part."""
+"""Why was it computed again? Thirteen causes, each planted in a conversation with a real server and named over HTTP:
+the cause, and the message and the character where the prompts part."""
 
 import copy
 import json
@@ -14,7 +14,16 @@ from tests.agents import CARRIER, TELLING, TOOL, Asked, Conversation, EchoStyle,
 from tests.engine.engines import held
 from tests.laws import sampled_cells
 from tests.models import tiny_model
-from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app, slow_prefill
+from tests.serving import (
+    CHAT_PATH,
+    AppUnderTest,
+    chat_body,
+    encode_request,
+    eventually,
+    serving_app,
+    slow_prefill,
+    writing,
+)
 
 LONG = f"Places are looked at one after the other. {TELLING}"
 SETTINGS: dict[str, Any] = {
@@ -195,6 +204,26 @@ def test_switched_thinking(tmp_path: Path) -> None:
         assert (difference["message_index"], difference["role"]) == (None, "template"), "no message differs"
         shown = min(difference["char"], 24)  # characters before the place
         assert difference["before"][shown:].startswith("low") and difference["after"][shown:].startswith("high")
+
+
+def test_an_answer_that_is_not_replayed(tmp_path: Path) -> None:
+    """A template without tokens that begin a message: each answer is computed again, and the request says why."""
+    file = tmp_path / "plain.jinja"
+    file.write_text(
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    with serving_app(tmp_path, "qwen3", chat_template=file, **SETTINGS) as app:
+        assert (why := app.served.stitcher.unreplayed) is not None
+        messages = [{"role": "user", "content": f"Look at the hill. {LONG}"}]
+        with writing(app, "It is a hill.", in_letters=True) as fields:
+            answer = app.chat(messages, session_id="one", **fields)
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And the lake?"}]
+        again = app.chat(messages, session_id="one", max_tokens=2)
+        told = last(app)
+    assert answer.usage is not None and answer.content == "It is a hill."
+    assert again.num_cached_tokens is not None and again.num_cached_tokens <= answer.usage["prompt_tokens"] + 1
+    assert (told["cause"], told["decided_by"]) == ("not replayed", why) and why in told["summary"]
 
 
 def test_a_carrier(app: AppUnderTest) -> None:

@@ -33,11 +33,21 @@ _FETCH = ".venv/bin/hf download"
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateFile:
+    """A chat template that the operator gives, and where it was read."""
+
+    path: Path
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on this machine: the name that its answers carry, and its folder."""
+    """A model on this machine: the name that its answers carry, its folder, and the chat template that stands for the
+    folder's, if one does."""
 
     name: str
     folder: Path
+    chat_template: TemplateFile | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.core.keeping import Scope
+from kvserve.engine.fingerprint import records_fingerprint
 from kvserve.engine.memory import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
 from kvserve.engine.model_files import FileStamps, check_weights, differing, file_stamps, weight_file_bytes
@@ -77,13 +78,16 @@ class ModelFactory:
         self.described[folder] = file_stamps(folder)
         check_folder(folder)
         check_weights(folder)
-        tokenizer = load_tokenizer(folder)
+        given = source.chat_template
+        tokenizer = load_tokenizer(folder, given.source if given is not None else None)
         added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
         is_known = own_call_tag(tokenizer.chat_template or "") is not None
         row = None if is_known else call_row(tokenizer, read_calls)
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
         template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row)
+        if given is not None and (reason := template.why_plain) is not None:
+            raise ModelLoadError(f"CHAT_TEMPLATE={str(given.path)!r} cannot be used: no user's message ({reason}).")
         if (unheld := unheld_calls(template, output_format, row)) is not None:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         markers = learn_markers(tokenizer, template)
@@ -92,9 +96,8 @@ class ModelFactory:
             self.note(f"{source.name}: answers do not keep their own tokens in the next prompt: {stitcher.unreplayed}")
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
-        conversations = self._conversations(
-            engine, replace(self.identity, limits=limits)
-        )  # last: its file is open from here on
+        identity = replace(self.identity, limits=limits)
+        conversations = self._conversations(engine, source, identity)  # last: its file is open from here on
         return ServedModel(
             name=source.name,
             tokenizer=tokenizer,
@@ -117,7 +120,7 @@ class ModelFactory:
     def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
         """The same model with an engine that has not started: one that has ended cannot start again."""
         engine = self._new_engine(source.folder, served.tokenizer)
-        self._keep_records(engine, served.conversations)
+        self._keep_records(engine, source, served.conversations)
         engine.count("records", lambda: served.conversations.totals().num_bytes)
         return replace(served, engine=engine)
 
@@ -185,21 +188,21 @@ class ModelFactory:
         plan = plan_memory(memory_bytes(), weight_file_bytes(folder))
         return replace(self.identity, limits=replace(self.identity.limits, max_bytes=plan.records_bytes))
 
-    def _conversations(self, engine: Engine, identity: IdentitySettings) -> Conversations:
+    def _conversations(self, engine: Engine, source: ModelSource, identity: IdentitySettings) -> Conversations:
         """What a model has read and written, in the file of its records where that outlives the process: from the
         beginning where it is known which model it is, else once that is known."""
         if self.records_dir is None:
             conversations = Conversations(identity)
         elif (fingerprint := engine.digest.look()) is not None:
             with self.opening:
-                conversations = Conversations(identity, self._archive(self.records_dir, fingerprint))
+                conversations = Conversations(identity, self._archive(self.records_dir, source, fingerprint))
         else:
             conversations = Conversations(identity, awaits_archive=True)
-        self._keep_records(engine, conversations)
+        self._keep_records(engine, source, conversations)
         engine.count("records", lambda: conversations.totals().num_bytes)
         return conversations
 
-    def _keep_records(self, engine: Engine, conversations: Conversations) -> None:
+    def _keep_records(self, engine: Engine, source: ModelSource, conversations: Conversations) -> None:
         """Once an engine's model is known its records have their file, if they have none yet; where it cannot be, what
         they hold may be another model's."""
         records_dir = self.records_dir
@@ -209,7 +212,7 @@ class ModelFactory:
         def attach(fingerprint: str) -> None:
             with self.opening:
                 if conversations.archive_folder is None:
-                    conversations.attach(self._archive(records_dir, fingerprint))
+                    conversations.attach(self._archive(records_dir, source, fingerprint))
 
         def part() -> None:
             with self.opening:
@@ -224,8 +227,11 @@ class ModelFactory:
         if place is not None:
             self.open_records.discard(place)
 
-    def _archive(self, records_dir: Path, fingerprint: str) -> Archive:
-        """Where the records of a model with this fingerprint outlive the process."""
+    def _archive(self, records_dir: Path, source: ModelSource, fingerprint: str) -> Archive:
+        """Where the records of a model with this fingerprint outlive the process, under the template that writes its
+        prompts."""
+        given = source.chat_template
+        fingerprint = records_fingerprint(fingerprint, given.source if given is not None else None)
         place = records_dir / f"{RECORDS_PREFIX}{fingerprint[:32]}"
         oldest = time.time() - self.identity.limits.keep_seconds
         sweep_stale(records_dir, keep=place, older_than=oldest, report=self.report)
@@ -281,7 +287,7 @@ def _output_format(
     template = tokenizer.chat_template or ""
     if not isinstance(row, NoRow):
         return select_format(settings.model_family, template, added_tokens, None, row)
-    parser = library_tool_parser(folder)
+    parser = library_tool_parser(folder, tokenizer.chat_template)
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
     return select_format(settings.model_family, template, added_tokens, foreign)
 

@@ -28,6 +28,7 @@ from kvserve.app.wiring import (
     remote_pictures,
     request_defaults,
     response_store,
+    template_file,
     url_host,
     web_settings,
 )
@@ -84,6 +85,7 @@ class Server:
         self._server = HttpServer(web, make_router(self), terminal.error)
         self.defaults = request_defaults(self._settings)
         self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
+        self._chat_template = template_file(self._settings.chat_template)
         self._next_turns = (
             SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
         )
@@ -135,7 +137,7 @@ class Server:
         self._server.start()
         self._start_proxy()
         with self._terminal.loading(self._model_name):
-            default = ModelSource(self._model_name, self._model_folder())
+            default = ModelSource(self._model_name, self._model_folder(), self._chat_template)
             disk = Disk(cached_folder, is_model_folder)
             served = self._pool.start(Catalogue(default, self._catalogue_settings, disk), stopping)
         if served is None:
@@ -248,7 +250,13 @@ class Server:
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),
             disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),
+            chat_template=self._template_of(served.name),
         )
+
+    def _template_of(self, model_name: object) -> str | None:
+        """The file whose chat template stands for that of the model of this name, None where its own does."""
+        template = self._chat_template
+        return str(template.path) if template is not None and model_name == self._model_name else None
 
     # --- what web/ asks -----------------------------------------------------------------------------------------------
 
@@ -281,6 +289,7 @@ class Server:
             "uptime_seconds": round(time.time() - self._started_at, 1),
             "version": __version__,
         }
+        body["chat_template"] = self._template_of(body["model"])
         return (200 if body["status"] in ("ok", "swapping") else 503), body
 
     def cache_report(self) -> JsonObject:

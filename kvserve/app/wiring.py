@@ -1,9 +1,10 @@
 """The settings of each room, from the settings of the process. It joins rooms and decides nothing."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from kvserve.agents.agent_store import AgentStore
-from kvserve.app.catalogue import CatalogueSettings
+from kvserve.app.catalogue import CatalogueSettings, TemplateFile
 from kvserve.canonical.rules import select
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
@@ -12,8 +13,10 @@ from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.memory import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
+from kvserve.errors import SettingError
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.observe.observability import ObservabilitySettings
+from kvserve.prompt.compiled import fault_of
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.access import is_loopback
@@ -22,7 +25,7 @@ from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.settings.kinds import aliases_in
 from kvserve.settings.rule_policies import policies_in
-from kvserve.settings.start_checks import model_folders
+from kvserve.settings.start_checks import model_folders, template_text
 from kvserve.web.settings import WebSettings
 
 RESPONSES_FILE = "responses.sqlite3"
@@ -130,6 +133,16 @@ def catalogue_settings(settings: Settings, listed_model_id: str) -> CatalogueSet
         default_names=(listed_model_id, listed_model_id.removeprefix("openai/")),
         is_strict=settings.model_strict,
     )
+
+
+def template_file(path: Path | None) -> TemplateFile | None:
+    """The chat template in this file, None where none is named. Raises SettingError for a file that has none."""
+    source = template_text(path)
+    if path is None or source is None:
+        return None
+    if (fault := fault_of(source)) is not None:
+        raise SettingError("CHAT_TEMPLATE", str(path), f"a chat template in Jinja; it is broken at {fault}")
+    return TemplateFile(path, source)
 
 
 def web_settings(settings: Settings) -> WebSettings:

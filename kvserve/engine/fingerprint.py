@@ -54,6 +54,16 @@ def kv_fingerprint(fingerprint: str, kv: KvSettings) -> str:
     return digest.hexdigest()
 
 
+def records_fingerprint(fingerprint: str, template: str | None) -> str:
+    """A model's fingerprint together with the chat template that stands for its own, if one does: the words of what was
+    read and written are that template's. KV is tokens', whoever put them together."""
+    if template is None:
+        return fingerprint
+    digest = hashlib.sha256(FORMAT)
+    _add(digest, fingerprint.encode(), template.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
 def _release(name: str) -> str:
     try:
         return version(name)

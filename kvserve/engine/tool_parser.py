@@ -17,9 +17,11 @@ class LibraryToolParser:
     parse: Callable[[str, list[dict[str, object]] | None], Any]
 
 
-def library_tool_parser(folder: Path) -> LibraryToolParser | None:
-    """What mlx-lm infers from a model's chat template and vocabulary; None where it finds no form of calls."""
-    tokenizer = load_tokenizer(folder)  # type: ignore[no-untyped-call]
+def library_tool_parser(folder: Path, template: str | None = None) -> LibraryToolParser | None:
+    """What mlx-lm infers from a model's chat template and vocabulary; None where it finds no form of calls. `template`
+    is the source of the template, where it is not the folder's own."""
+    given = {"chat_template": template} if template is not None else None
+    tokenizer = load_tokenizer(folder, given)  # type: ignore[no-untyped-call]
     if not tokenizer.has_tool_calling or tokenizer.tool_parser is None:
         return None
     return LibraryToolParser(tokenizer.tool_call_start, tokenizer.tool_call_end or "", tokenizer.tool_parser)

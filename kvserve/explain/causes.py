@@ -33,6 +33,7 @@ type Cause = Literal[
     "message changed",
     "messages left out",
     "thinking dropped",
+    "not replayed",
     "written differently by the template",
     "prompt changed",
     "tokenised differently",
@@ -96,6 +97,11 @@ def _is_all_new(facts: ReuseFacts) -> bool:
     if not facts.is_raw:
         return facts.is_unknown
     return max(facts.num_cached_tokens, facts.num_shared_tokens) <= TOLERANCE_TOKENS
+
+
+def _is_only_the_answer(facts: ReuseFacts) -> bool:
+    """Whether no message differs, and the tokens part in the answer that came last."""
+    return facts.changes.is_written_differently and not facts.changes.parts_in_front
 
 
 def _setting(facts: ReuseFacts) -> str:
@@ -222,6 +228,16 @@ CAUSES: tuple[CauseRow, ...] = (
         "The client left out what stood there before{place}.",
         "Append to the history instead of shortening it; a summary costs its prefill once.",
         place=_place,
+    ),
+    CauseRow(
+        "not replayed",
+        lambda facts: bool(facts.unreplayed) and _is_only_the_answer(facts),
+        _known,
+        "The last answer was computed again{place}: this model's answers do not keep their own tokens in the next "
+        "prompt, as {decided_by}.",
+        "Another chat template may let them (CHAT_TEMPLATE); scripts/check_template.py tells what is found out of one.",
+        place=_place,
+        decided_by=lambda facts: facts.unreplayed,
     ),
     CauseRow(
         "written differently by the template",

@@ -75,7 +75,8 @@ class RulesFired:
 class Circumstances:
     """What decides besides the messages: whether earlier requests were looked at, whether this model's KV can be kept,
     whether somebody emptied the cache or had this client's words forgotten, whether the request names a session of its
-    own. `unread` says why nothing of before the start can be found, if that is so: it is not known which model it is.
+    own. `unread` says why nothing of before the start can be found, if that is so: it is not known which model it is;
+    `unreplayed` why this model's answers never keep their own tokens in the next prompt.
     `rules_off` names the rules, switched off here, under which two messages would be the same; `decode` turns
     token ids into text; `other_model` names another model that has read the conversation."""
 
@@ -84,6 +85,7 @@ class Circumstances:
     was_cleared: bool = False
     names_session: bool = True
     unread: str = ""
+    unreplayed: str = ""
     rules_off: Callable[[Message, Message], frozenset[str]] | None = None
     decode: Decode | None = None
     other_model: Callable[[], str | None] = no_model
@@ -150,6 +152,7 @@ def explain(
         num_shared_tokens=compared.num_shared if compared is not None else 0,
         reuse=reuse,
         can_keep=around.can_keep,
+        unreplayed=around.unreplayed,
         looks_at_records=around.looks_at_records,
         replayed_rules=rules.replayed,
         policies=rules.policies,
@@ -242,8 +245,10 @@ def _first(messages: Sequence[Message], role: Role) -> Message | None:
 def _with_record(facts: ReuseFacts, compared: _Comparison) -> ReuseFacts:
     """The facts beside the request before."""
     before, shared, last = compared.before, compared.num_shared, facts.num_prompt_tokens - 1
-    # where all messages are the same, a few tokens of the answer to the last one may be written otherwise
-    is_whole = compared.difference is None and len(before.ids) - shared <= TOLERANCE_TOKENS
+    # where all messages are the same, a few tokens of the answer to the last one may be written otherwise; where
+    # answers are never replayed, only the token that ends one
+    most = 1 if facts.unreplayed else TOLERANCE_TOKENS
+    is_whole = compared.difference is None and len(before.ids) - shared <= most
     return replace(
         facts,
         before=before,

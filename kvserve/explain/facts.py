@@ -72,6 +72,8 @@ class ReuseFacts:
     ends at `num_history_tokens` (a raw prompt is all history). `was_cleared`: somebody emptied the cache or had this
     client's words forgotten. `unread`: why nothing of before the start can be found.
 
+    `unreplayed`: why answers of this model never keep their own tokens in the next prompt, "" where they do.
+
     `replayed_rules` let the model read what it read before; `policies` are those of the rules that are switched on.
     `num_rejected` messages were equal canonically and not for the model, and no rule says why. `find_changes` and
     `find_other_model` are called only where a row of the table asks for what they find.
@@ -97,6 +99,7 @@ class ReuseFacts:
     names_session: bool = True
     was_cleared: bool = False
     unread: str = ""
+    unreplayed: str = ""
     replayed_rules: frozenset[str] = frozenset()
     policies: Mapping[str, str] = field(default_factory=dict)
     num_rejected: int = 0

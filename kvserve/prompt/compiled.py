@@ -109,18 +109,40 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     return ours.from_string(source), frozenset(jinja2.meta.find_undeclared_variables(ours.parse(source)))
 
 
+def fault_of(source: str) -> str | None:
+    """Where and why `source` is no template, None where it is one."""
+    try:
+        _compiled(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {(error.message or '').rstrip('.')}"
+    return None
+
+
+def by_tools(without: str, with_tools: str) -> str:
+    """One template that is `with_tools` where a request has tools and `without` where it has none, to the letter: the
+    line end behind a tag goes with the tag, `+` keeps the white space before one, and Jinja itself leaves out a last
+    line end."""
+    return (
+        f"{{%+ if tools is not none %}}\n{_without_last_line_end(with_tools)}"
+        f"{{%+ else %}}\n{_without_last_line_end(without)}{{%+ endif %}}"
+    )
+
+
+def _without_last_line_end(source: str) -> str:
+    return source.removesuffix("\n").removesuffix("\r") if source.endswith("\n") else source.removesuffix("\r")
+
+
 class CompiledTemplate:
     """A template in Hugging Face's sandboxed environment. Thread-safe."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """Raises ModelLoadError if `source` is not a template. `variables` are the special tokens by name."""
-        try:
-            self._template, self.reads = _compiled(source)
-        except jinja2.TemplateSyntaxError as error:
+        if (fault := fault_of(source)) is not None:
             raise ModelLoadError(
-                f"The model's chat template is broken at line {error.lineno}: {error.message}. Mend "
-                "chat_template.jinja (or chat_template in tokenizer_config.json), or download the model again."
-            ) from error
+                f"The model's chat template is broken at {fault}. Mend chat_template.jinja (or chat_template in "
+                "tokenizer_config.json), or download the model again."
+            )
+        self._template, self.reads = _compiled(source)
         self.source = source
         self._variables = dict(variables)
         own = self._template.environment.globals

@@ -150,6 +150,16 @@ class ChatTemplate:
         return (PROBE_TOOL,) if self._profile is not None and self._profile.dialect is None else ()
 
     @property
+    def why_plain(self) -> str | None:
+        """Why prompts are plain text though there is a template: what comes of a user's message. None else."""
+        source = self._tokenizer.chat_template
+        if source is None or self._profile is not None:
+            return None
+        template = CompiledTemplate(source, self._tokenizer.template_variables)
+        text = template.render([{"role": "user", "content": "hello"}], None, add_generation_prompt=True, arguments={})
+        return "it leaves out what a user says" if isinstance(text, str) else " ".join(text.reason.split())
+
+    @property
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
         return self._profile is not None and self._profile.tool_dialect is not None

@@ -13,6 +13,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from kvserve.errors import ModelLoadError
+from kvserve.prompt.compiled import by_tools, fault_of
 from kvserve.prompt.detokenizer import DecoderForm, Detokenizer, decoder_form, make_detokenizer, token_bytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -86,8 +87,9 @@ def without_surrogates(text: str) -> str:
     return text
 
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a model folder; reads only local files and runs no code of the folder.
+def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model folder; reads only local files and runs no code of the folder. `template` is the source
+    of the chat template that stands for the folder's, if one does.
 
     Raises ModelLoadError that names the file and says what to do.
     """
@@ -108,7 +110,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     # The wrapper sets these on every call, a race between threads; the bare backend never changes.
     backend.no_padding()
     backend.no_truncation()
-    template = _chat_template(model_dir, loaded.chat_template)
+    template = _chat_template(model_dir, loaded.chat_template) if template is None else template
     return Tokenizer(
         backend=backend,
         decoder=decoder_form(backend),
@@ -123,12 +125,20 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def _chat_template(model_dir: Path, template: object) -> str | None:
-    """The template's source. Of several named ones the default is taken."""
+    """The template's source. Of several named ones `tool_use` is for requests with tools, as in transformers, and the
+    default for all others."""
     if template is None or isinstance(template, str):
         return template
-    if isinstance(template, dict) and isinstance(default := template.get("default"), str):
+    named = template if isinstance(template, dict) else {}
+    default, with_tools = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        raise ModelLoadError(f"{model_dir} has several chat templates, none of them named default. Name one so.")
+    if not isinstance(with_tools, str):
         return default
-    raise ModelLoadError(f"{model_dir} has several chat templates, none of them named default. Name one so.")
+    for name, source in (("default", default), ("tool_use", with_tools)):
+        if (fault := fault_of(source)) is not None:
+            raise ModelLoadError(f"The chat template {name!r} in {model_dir} is broken at {fault}. Mend it.")
+    return by_tools(default, with_tools)
 
 
 def _stop_token_ids(

@@ -174,6 +174,7 @@ def explanation_of(state: AnswerState) -> Explanation | None:
         was_cleared=served.conversations.was_forgotten(reading.identity.owner),
         names_session=reading.identity.owner.is_one_client,
         unread=submitted.unread,
+        unreplayed=served.stitcher.unreplayed or "",
         rules_off=partial(rules_off, reading.identity.rules),
         decode=served.tokenizer.decode,
         other_model=partial(served.observe.other_model, served.name, reading.identity.chains),

@@ -32,6 +32,10 @@ DISK_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
 FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--demo", {"action": "store_true", "help": "serve a tiny model with random weights, built on the spot"}),
     ("--model", {"dest": "model_path", "metavar": "PATH", "help": "model folder or hub name (MODEL_PATH)"}),
+    (
+        "--chat-template",
+        {"dest": "chat_template", "metavar": "FILE", "help": "for the model's own chat template (CHAT_TEMPLATE)"},
+    ),
     ("--port", {"dest": "mlx_port", "metavar": "N", "help": "kvserve's own port (MLX_PORT)"}),
     ("--proxy-port", {"dest": "proxy_port", "metavar": "N", "help": "LiteLLM's port (PROXY_PORT)"}),
     ("--no-proxy", {"action": "store_true", "help": "serve without LiteLLM"}),

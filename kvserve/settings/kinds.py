@@ -115,7 +115,7 @@ def expanded(path: str) -> Path:
         raise ValueError(path) from None
 
 
-def _folder(value: object) -> object:
+def _path(value: object) -> object:
     return expanded(value) if isinstance(value, str) else value
 
 
@@ -230,7 +230,8 @@ _TEXT = Kind(_text, "a text that is not empty")
 _ANY = Kind(lambda value: value, "a text")
 _SWITCH = Kind(_bool, "a boolean, true or false")
 _NAMES = Kind(_names, "names by comma")
-_FOLDER = Kind(_folder, f"a folder; {_HOMELESS}")
+_FOLDER = Kind(_path, f"a folder; {_HOMELESS}")
+_FILE = Kind(_path, f"a file; {_HOMELESS}")
 _POSITIVE = _whole(1)
 _COUNT = _whole(0)
 _SECONDS = _number(0)
@@ -250,6 +251,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 KINDS: Mapping[str, Kind] = {
     "model_path": _TEXT,
+    "chat_template": _FILE,
     "model_family": _choice(get_args(ModelFamily), _words(get_args(ModelFamily))),
     "model_strict": _SWITCH,
     "model_aliases": Kind(_aliases, f"name=model pairs, by comma; {_HOMELESS}"),

@@ -84,6 +84,7 @@ def refuse_unusable_start(settings: Mapping[str, Any], *, is_demo: bool, with_pr
     written or listened on is tried. A setting that is not there is not known yet."""
     checks = (
         (True, policies_in, ("cache_rule_policies",)),
+        (True, template_text, ("chat_template",)),
         (True, model_folders, ("model_folders",)),
         (True, refuse_unusable_address, ("mlx_host", "mlx_port")),
         (not is_demo, refuse_unusable_model, ("model_path",)),
@@ -151,6 +152,20 @@ def _why_unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def template_text(file: Path | None) -> str | None:
+    """What stands in the file that CHAT_TEMPLATE names, None where it names none. Raises SettingError for one that is
+    not there or is no text. A pipe is none: its text comes once, and it is read here and by the server."""
+    if file is None:
+        return None
+    if not os.path.isfile(file):
+        raise SettingError("CHAT_TEMPLATE", str(file), "a file that is there")
+    try:
+        return file.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise SettingError("CHAT_TEMPLATE", str(file), f"a file that can be read ({reason})") from None
 
 
 def model_folders(names: Sequence[str]) -> tuple[Path, ...]:

@@ -49,7 +49,7 @@ def test_while_the_model_loads_the_server_says_so(tmp_path: Path, monkeypatch: p
     """Requests and /health are a 503 that says when to come back, the list is empty; then all is served."""
     go_on = threading.Event()
     real = kvserve.app.model_factory.load_tokenizer
-    monkeypatch.setattr(kvserve.app.model_factory, "load_tokenizer", lambda folder: (go_on.wait(60), real(folder))[1])
+    monkeypatch.setattr(kvserve.app.model_factory, "load_tokenizer", lambda *given: (go_on.wait(60), real(*given))[1])
     with unstarted_app(tmp_path) as app, ThreadPoolExecutor(1) as pool:
         starting = pool.submit(app.app.start, threading.Event())
         try:
@@ -81,7 +81,7 @@ def test_a_stop_while_the_model_loads_ends_the_start(tmp_path: Path, monkeypatch
     threads = set(threading.enumerate())
     stopping = threading.Event()
     real = kvserve.app.model_factory.load_tokenizer
-    monkeypatch.setattr(kvserve.app.model_factory, "load_tokenizer", lambda folder: (stopping.set(), real(folder))[1])
+    monkeypatch.setattr(kvserve.app.model_factory, "load_tokenizer", lambda *given: (stopping.set(), real(*given))[1])
     with unstarted_app(tmp_path) as app:
         app.app.start(stopping)
         port = app.port
@@ -215,7 +215,7 @@ def test_health_counts_rows(app: AppUnderTest) -> None:
     """The running count follows what computes; asking costs no step."""
     health = app.health()
     assert health["status"] == "ok" and health["num_running"] == 0 and health["proxy"] == "off"
-    assert health["is_batched"] and health["is_prefix_cached"]
+    assert health["is_batched"] and health["is_prefix_cached"] and health["chat_template"] is None
     with app.connect() as client:
         client.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=3_000)))
         assert eventually(lambda: app.health()["num_decoding"] == 1)

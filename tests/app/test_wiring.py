@@ -125,8 +125,9 @@ KEPT_ELSEWHERE = {
     *("CACHE_RULE_POLICIES", "IMAGE_HOSTS", "IMAGE_FETCH_SECONDS", "IMAGE_FETCH_MAX_BYTES"),
     # where a request's KV is: tests/test_tenant_isolation.py
     "TENANT_ISOLATION",
-    # what the process itself acts on: tests/app/test_server.py, tests/warming/
-    *("MODEL_PATH", "MODEL_FAMILY", "PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES"),
+    # what the process itself acts on: tests/app/, tests/warming/
+    *("MODEL_PATH", "CHAT_TEMPLATE", "MODEL_FAMILY"),
+    *("PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES"),
 }
 
 

@@ -30,6 +30,11 @@ def changed(**told: Any) -> ReuseFacts:
     return facts(find_changes=lambda: PromptChanges(**told))
 
 
+def unreplayed(**told: Any) -> ReuseFacts:
+    """The same of a model whose answers are not replayed."""
+    return facts(unreplayed="no token ends one", find_changes=lambda: PromptChanges(**told))
+
+
 RULE = frozenset({"clock"})
 UNKNOWN = {"is_unknown": True, "before": None}
 PLANTED: list[tuple[ReuseFacts, Cause, int]] = [
@@ -50,6 +55,9 @@ PLANTED: list[tuple[ReuseFacts, Cause, int]] = [
     (changed(has_other_tools=True, changed_arguments={"x"}, changes_message=True), "message changed", 300),
     (changed(leaves_out_messages=True), "messages left out", 300),
     (changed(is_written_differently=True), "written differently by the template", 300),
+    (unreplayed(is_written_differently=True), "not replayed", 300),
+    (unreplayed(is_written_differently=True, parts_in_front=True), "written differently by the template", 300),
+    (unreplayed(changes_message=True), "message changed", 300),
     (changed(is_tokenised_differently=True), "tokenised differently", 300),
     (changed(is_read_again=True), "prompt changed", 300),
     (facts(**UNKNOWN, unread="read", find_other_model=lambda: "small"), "other model", 500),
@@ -89,3 +97,4 @@ def test_whose_setting_it_is_is_told() -> None:
     assert told == ["cache_mode", "CACHE_RULE_POLICIES (clock=off)"]
     assert explained(facts(**UNKNOWN, find_other_model=lambda: "small")).decided_by == "small"
     assert explained(facts(**UNKNOWN, unread="still read")).decided_by == "still read"
+    assert explained(unreplayed(is_written_differently=True)).decided_by == "no token ends one"

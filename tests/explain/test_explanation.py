@@ -21,6 +21,7 @@ from kvserve.core.keeping import Scope
 from kvserve.errors import Conflict
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.explanation import Asked, Circumstances, RulesFired, explain
+from kvserve.explain.words import remedy, summary
 from kvserve.sessions.seen import PathNode, TurnRecord, pack_ids
 
 MESSAGES = (Message("system", (TextBlock("S"),)), Message("user", (TextBlock("question"),)))
@@ -115,6 +116,19 @@ def test_a_tool_that_came_later_and_is_another_one_now_is_named(is_result: bool)
     place = edit.first_difference
     assert (place.tool, place.message_index, place.role) == ("look", 1, "user")
     assert explain(asked(brings("sees", "quest!on"), edited(120)), was, RulesFired(), 100).cause == "message changed"
+
+
+def test_an_answer_that_is_not_replayed_is_told_however_short_it_is() -> None:
+    """Where the model's answers are never replayed; elsewhere a few tokens are no loss, and the token that ends an
+    answer is none anywhere."""
+    around = Circumstances(unreplayed="no token ends one")
+    again = asked(ids=(*PROMPT, *range(3000, 3018), *NEW))
+    told = explain(again, before(), RulesFired(), 300, around=around)
+    assert (told.cause, told.num_lost_tokens, told.decided_by) == ("not replayed", 20, "no token ends one")
+    assert "no token ends one" in summary(told) and remedy(told)
+    assert explain(again, before(), RulesFired(), 300).cause == "nothing lost"
+    ended = asked(ids=(*PROMPT, *EMITTED[:-1], 3000, *NEW))
+    assert explain(ended, before(), RulesFired(), 319, around=around).cause == "nothing lost"
 
 
 def test_a_missing_checkpoint_is_named() -> None:

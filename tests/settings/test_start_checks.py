@@ -3,6 +3,7 @@ nothing that a start would take."""
 
 import errno
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -218,6 +219,10 @@ NOWHERE = [
     ("MODEL_PATH", "models/my model", "or a hub name such as"),
     ("MODEL_PATH", "org/name/", "A hub name has no / at its end: MODEL_PATH=org/name."),
     ("MODEL_PATH", "/usr", "it has no config.json. Give a local folder"),
+    ("CHAT_TEMPLATE", "/nope/x.jinja", "a file that is there"),
+    ("CHAT_TEMPLATE", "/usr", "a file that is there"),
+    ("CHAT_TEMPLATE", sys.executable, "it is no text in UTF-8"),
+    ("CHAT_TEMPLATE", "~nosuchuser/x", "a home folder that is known"),
     ("MODEL_ALIASES", "x", "name=model pairs, by comma"),
     ("MODEL_ALIASES", "a=b,x=~nosuchuser/m", "a home folder that is known"),
     ("MODEL_FOLDERS", "/nope", "folders that are there"),
@@ -265,6 +270,7 @@ def test_what_leads_somewhere_is_taken(folder: Path) -> None:
     environ = usable(
         folder,
         MODEL_PATH=str(model),
+        CHAT_TEMPLATE=str(model / "config.json"),
         MODEL_ALIASES="x=y,claude-*=default,z=~/m",
         MODEL_FOLDERS=str(folder),
         CACHE_RULE_POLICIES="cch=off, thinking=history",
