@@ -9,17 +9,19 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolSpec
+from kvserve.core import JSON_SPELLING, CallParts, CallRow, CallSlot, PairParts, Spelling, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
 from kvserve.output.enforced import ANY_OBJECT, Enforced, allows_any_text, described, enforced
 from kvserve.output.formats import OutputFormat
 from kvserve.output.lark import Lark, escaped, quote
 from kvserve.output.tool_parsers import derived, glm, hermes, qwen_coder
-from kvserve.output.tool_parsers.arguments import JSON_TYPES, STRING, types_of, write_argument
+from kvserve.output.tool_parsers.arguments import JSON_TYPES, STRING, type_names, types_of, write_argument
 
 ANY_VALUE = Enforced({"type": sorted(JSON_TYPES - STRING)}, is_strict=True)
 """Whatever is no string."""
+_ONLY_TYPES = frozenset(("type", "title", "description", "default", "examples"))
+"""Keywords of a schema that allows or forbids true, false and null by its type alone."""
 _BARE = "qwen_coder_bare"
 _SPACES = r"[ \t\r\n]*"
 _SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
@@ -33,13 +35,14 @@ type Pair = Callable[[str, str], str]
 @dataclass(frozen=True, slots=True)
 class PairForm:
     """How a form writes one argument, with `between` two of them; a key holds none of the characters in `stops`.
-    `other` writes what is no string, where the form tells them apart."""
+    `other` writes what is no string, where the form tells them apart; `spelling` is that of such values."""
 
     pair: Pair
     closing: str
     between: str = ""
     stops: str = "<>"
     other: Pair | None = None
+    spelling: Spelling = JSON_SPELLING
 
     @property
     def tells_strings(self) -> bool:
@@ -231,7 +234,8 @@ class CallGrammar:
                 return f"{quote(name)} {pairs} /\\n?/ {lark.tag(glm.CLOSE)}"
             case "qwen_coder" | "qwen_coder_bare":
                 closing = f"\n{qwen_coder.PARAMETER_CLOSE}"
-                pairs = self._pairs(tool, parameters, PairForm(_qwen_pair, closing))
+                spelling = next(each.spelling for each in self.output_format.tool_forms if each.name == form)
+                pairs = self._pairs(tool, parameters, PairForm(_qwen_pair, closing, spelling=spelling))
                 if form == _BARE:
                     return f"{quote(f'{name}>\n')} {pairs} {quote(qwen_coder.FUNCTION_CLOSE)}"
                 return (
@@ -254,7 +258,7 @@ class CallGrammar:
 
         other = None if pairs.other_value is None else pair(pairs.other_value)
         stops = f"<>{pairs.value[0]}{(pairs.other_value or pairs.value)[0]}"
-        form = PairForm(pair(pairs.value), pairs.closing, pairs.between, stops, other)
+        form = PairForm(pair(pairs.value), pairs.closing, pairs.between, stops, other, pairs.spelling)
         return self._pairs(tool, parameters, form)
 
     def _pairs(self, tool: OfferedTool, parameters: Enforced, form: PairForm) -> str:
@@ -317,14 +321,26 @@ class CallGrammar:
             if not (form.tells_strings and others):
                 return form.written(quote(key), texts, [])
             value = enforced({**shared, **own, "type": sorted(others)}, tool.path, strict=bool(tool.spec.strict))
+        words = self._words(own, others, form)
+        rest = others - {"boolean", "null"} if words else others
+        if words and rest:
+            value = enforced({**shared, **own, "type": sorted(rest)}, tool.path, strict=bool(tool.spec.strict))
         new = (place for place in value.left_out if place not in parameters.left_out)
         self._left_out += (f"properties.{key}.{place}" for place in new)
-        return form.written(quote(key), texts, [self._other(value, form)])
+        return form.written(quote(key), texts, [*words, *([self._other(value, form)] if rest else [])])
+
+    def _words(self, schema: Mapping[str, object], types: frozenset[str], form: PairForm) -> list[str]:
+        """The form's own words for true, false and null, where these are no JSON and a type alone says that they are
+        allowed; none where the schema says more, which is enforced as JSON."""
+        if form.spelling == JSON_SPELLING or not schema.keys() <= _ONLY_TYPES:
+            return []
+        words = (form.spelling.written(value) for value in (True, False, None) if type_names(value) & types)
+        return [f"{quote(word)} {self.lark.tag(form.closing)}" for word in words]
 
     def _one_of(self, key: str, choices: Sequence[object], form: PairForm) -> str:
         written: dict[bool, list[str]] = {True: [], False: []}
         for choice in choices:
-            value = f"{quote(write_argument(choice))} {self.lark.tag(form.closing)}"
+            value = f"{quote(write_argument(choice, form.spelling))} {self.lark.tag(form.closing)}"
             written[isinstance(choice, str)].append(value)
         return form.written(quote(key), written[True], written[False])
 

@@ -3,6 +3,7 @@ template writes, hold and replay."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.app.model_factory import read_calls
-from kvserve.core import CallRow, JsonObject, PairParts, ToolChoice, ToolSpec
+from kvserve.core import JSON_SPELLING, CallRow, JsonObject, PairParts, Spelling, ToolChoice, ToolSpec
 from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
+from kvserve.output.tool_parsers.arguments import JSON_TYPES, PYTHON_SPELLING, read_argument
 from kvserve.output.tool_parsers.form import CallForm
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
@@ -75,7 +77,9 @@ def test_the_parts_of_pairs_are_what_the_template_writes() -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "reason"),
     [
-        ("invoked", VALUE, "{{ v if v is string else v | string }}", "every call as the row says"),
+        ("invoked", VALUE, "{{ v if v is string else v | tojson | upper }}", "every call as the row says"),
+        ("invoked", VALUE, "{{ v if v is string else v or '-' }}", "no words for true, false and null"),
+        ("invoked", VALUE, "{{ v if v is string or v is none else v | lower }}", "every call as the row says"),
         ("invoked", VALUE, "{{ v | trim if v is string else v | tojson }}", "every call as the row says"),
         ("invoked", "</arg>\n", "\n", "on either side of an argument's value"),
         ("invoked", "{{ k }}", "key", "neither one JSON object nor pairs"),
@@ -158,6 +162,45 @@ def test_the_schema_decides_what_a_bare_word_is() -> None:
     said: JsonObject = {"text": "null", "either": "null", "count": "5", "free": "5"}
     [(_, arguments)], _ = read(family_of("told").output_format, [written("told", ("any", said))], tools)
     assert json.loads(arguments) == said
+
+
+SPELT = {
+    VALUE: JSON_SPELLING,
+    "{{ v if v is string else v | string }}": PYTHON_SPELLING,
+    "{{ v if v is string else v | tojson if v is mapping or v is iterable else v }}": replace(
+        PYTHON_SPELLING, is_python=False
+    ),
+    "{{ 'nil' if v is none else v if v is string else v | tojson }}": Spelling(null="nil"),
+}
+
+
+@pytest.mark.parametrize("value", SPELT)
+def test_the_template_decides_how_what_is_no_string_is_spelt(value: str) -> None:
+    """Null is its word for null, and any other word is text where a text is allowed; so are its lists and objects."""
+    source, spelling = PAIRS["own_lines"].replace(VALUE, value), SPELT[value]
+    row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    assert isinstance(row, CallRow) and row.pairs is not None and row.pairs.spelling == spelling
+    output_format = select_format("auto", source, (), None, row)
+    texts = [word for word in ("null", "None", "nil", "true", "True") if word not in (spelling.null, spelling.true)]
+    others = [None, True, 5, [True, None, "it's <b>"], {"a": {"b": False}}]
+    said = {f"key{index}": each for index, each in enumerate([*texts, *others])}
+    for types in (["string", "null", "boolean", "number", "array", "object"], None):
+        schema = {"properties": {key: {"type": types} for key in said}} if types else {}
+        tools = (ToolSpec("any", "", schema),)
+        [(_, arguments)], content = read(output_format, [rendered(source, [("any", said)])], tools)
+        assert json.loads(arguments) == said and content == ""
+    assert [read_argument(text, JSON_TYPES, spelling) for text in texts] == texts  # as where a call is read whole
+
+
+def test_a_value_that_is_no_text_is_read_in_any_spelling() -> None:
+    """What a model writes of a count or an object, in JSON or as its template shows it, can be nothing else."""
+    types: dict[str, object] = {"flag": "boolean", "none": "null", "list": "array", "object": "object"}
+    tools = (ToolSpec("any", "", {"properties": {key: {"type": kind} for key, kind in types.items()}}),)
+    json_spelt = {"flag": "true", "none": "null", "list": '[true, "a"]', "object": '{"a": null}'}
+    shown = {"flag": "True", "none": "None", "list": "[True, 'a']", "object": "{'a': None}"}
+    for texts in (json_spelt, shown):
+        [(_, arguments)], _ = read(family_of("shown").output_format, [written("shown", ("any", texts))], tools)
+        assert json.loads(arguments) == {"flag": True, "none": None, "list": [True, "a"], "object": {"a": None}}
 
 
 @every_form

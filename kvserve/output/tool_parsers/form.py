@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvserve.core import CallRow, ToolSpec
+from kvserve.core import JSON_SPELLING, CallRow, Spelling, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 
 END = ""
@@ -69,7 +69,7 @@ class CallForm:
     If a call ends with its arguments, `follow` reads what may follow them, from one of `follow_tags` on: the next call,
     or the closing of the calls, which gives no call; no scan if the tag alone closes them. `closed` is the form of a
     call that may follow even then. `at_start`: the tag opens a call only at the beginning of an answer. Such a form was
-    derived from `row`.
+    derived from `row`. `spelling` is that of values that are bare text in it.
 
     `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are not JSON. Without it only a
     closing tag ends a broken call.
@@ -87,6 +87,7 @@ class CallForm:
     closed: "CallForm | None" = None
     broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
+    spelling: Spelling = JSON_SPELLING
 
 
 def parse_text(form: CallForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

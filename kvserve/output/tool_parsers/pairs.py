@@ -142,7 +142,7 @@ class _Reading:
                 draft.before = tuple((call.name, write_json(dict(call.arguments))) for call in before)
                 draft.closing = (_text(self.row.closing)[len(self.row.call_end.rstrip()) :],)
             draft.is_other = not is_offered
-            arguments = TypedArguments(place.called, tools, draft, self.values.lines)
+            arguments = TypedArguments(place.called, tools, draft, self.values.lines, self.pairs.spelling)
             chain: Chain = self.end
             if not place.path.closes:
                 chain, num_last = yield from self._arguments(arguments)
