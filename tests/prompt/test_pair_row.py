@@ -18,6 +18,7 @@ from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.output.tool_parsers.arguments import JSON_TYPES, PYTHON_SPELLING, read_argument
 from kvserve.output.tool_parsers.form import CallForm
+from kvserve.output.tool_parsers.pairs import ends_of
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.pair_row import typed_tools
@@ -32,6 +33,7 @@ from tests.prompt.call_forms import (
     PAIR,
     PAIRED,
     PAIRS,
+    READ,
     TAIL,
     TOLD,
     VALUE,
@@ -276,6 +278,51 @@ def test_the_last_of_the_tags_that_end_a_call_may_be_missing() -> None:
 
 
 @every_form
+def test_prose_behind_a_call_without_its_last_tag_is_no_value(name: str) -> None:
+    """If nothing ends the call in the rest of the turn. A value that holds these tags is whole, wherever it ends."""
+    row = PAIRED[name]
+    assert row.pairs is not None
+    text = written(name, ("read_file", {"path": "a"}))
+    if name == "joined":
+        assert text.endswith(")[END_CALL]")  # one tag: what lacks it is no end
+        return
+    lacking = text[: text.rindex("<")].rstrip()
+    for behind in ("\nI look at <b>.", " So.\n", f"{lacking.partition('read_file')[2]} twice"):
+        found, content = read(family_of(name).output_format, [*lacking, *behind])
+        assert found == [("read_file", '{"path": "a"}')] and content == behind
+    end = lacking[lacking.rindex(row.pairs.closing.strip()) :]
+    value = f"x{end} and\n{end} y"
+    said = written(name, ("read_file", {"path": value, "lines": 3}))
+    [(_, arguments)], content = read(family_of(name).output_format, [*said])
+    assert json.loads(arguments) == {"path": value, "lines": 3} and content == ""
+
+
+@every_form
+def test_a_call_that_is_cut_in_its_first_key_is_not_lost(name: str) -> None:
+    """The first one or another: it has begun with what opens the key."""
+    said: tuple[str, JsonObject] = ("read_file", {"path": "a"})
+    for calls in ([said], [("any", {"b": "c"}), said]):
+        text = written(name, *calls)
+        text = text[: text.rindex("path") + 2]
+        for pieces in ([text], [*text]):
+            splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+            events = [event for piece in pieces for event in splitter.feed(piece)] + splitter.finish(cut=True)
+            ends = calls_of(events)
+            assert [end.call.name for end in ends] == [tool for tool, _ in calls]
+            assert ends[-1].is_cut and ends[-1].call.arguments == '{"pa'
+
+
+@every_form
+def test_a_second_key_that_breaks_off_goes_out_as_written(name: str) -> None:
+    """Behind the first argument, which is whole."""
+    text = written(name, ("read_file", {"path": "a", "lines": 3}))
+    splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+    events = [*splitter.feed(text[: text.rindex("lines") + 2]), *splitter.finish(cut=False)]
+    [end] = calls_of(events)
+    assert end.is_cut and end.call.arguments == '{"path": "a", "li'
+
+
+@every_form
 def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     """A call that the end cuts is no whole call, and nothing of it is lost."""
     text = written(name, ("read_file", {"path": "abcdef"}))
@@ -341,6 +388,40 @@ def test_a_forced_value_has_a_type_of_its_schema(name: str) -> None:
         assert case.accepts(grammar, written(name, ("choose", good))), good
     for bad in ({}, {"way": "down", "text": "a"}, {"text": "a", "list": ["b"]}, {"text": "a", "list": "b"}):
         assert not case.accepts(grammar, written(name, ("choose", bad))), bad
+
+
+@sampled_cells(lambda tokens, name: tokens is (name == "told"))
+@every_form
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_forced_text_ends_where_it_is_read_to_end(name: str, tokens: bool) -> None:
+    """It may hold what closes a value, or ends a call, alone; what the reader takes for its end cannot be written."""
+    case, row = setup(name, tags_are_tokens=tokens), PAIRED[name]
+    assert row.pairs is not None
+    grammar = case.grammar(ToolChoice("required"), tools=(READ,))
+    own = (f"a{row.pairs.closing}b", f"a{row.pairs.closing}", row.pairs.opening, row.call_end)
+    for value in () if tokens else own:  # as tokens these are no text
+        text = written(name, ("read_file", {"path": value, "lines": 3}))
+        assert case.accepts(grammar, text), value
+        [(_, arguments)], _ = read(family_of(name).output_format, [text])
+        assert json.loads(arguments) == {"path": value, "lines": 3}
+    for end in ends_of(row):
+        if len(end) > 1:
+            said = written(name, ("read_file", {"path": "a<here>b", "lines": 3}))
+            texts = [said.replace("<here>", f"{end[0]}{gap}{gap.join(end[1:])}") for gap in (" ", "\n \n", "\t")]
+            assert not tokens or case.accepts(grammar, said)
+            assert tokens or not any(case.accepts(grammar, text) for text in texts)
+
+
+def test_the_grammar_of_many_arguments_grows_with_their_number() -> None:
+    """Each is written once, also where something stands between two of them."""
+    sizes = []
+    for number in (40, 80):
+        keys = {f"key{index:03}": {"type": "string"} for index in range(number)}
+        tool = ToolSpec("many", "", {"type": "object", "properties": keys, "additionalProperties": False}, strict=True)
+        promise = setup("joined", tags_are_tokens=False).grammar(ToolChoice("required"), tools=(tool,))
+        assert promise is not None
+        sizes.append(len(promise.lark))
+    assert sizes[1] < 2.2 * sizes[0]
 
 
 def test_a_forced_key_ends_where_either_kind_of_value_begins() -> None:

@@ -55,6 +55,14 @@ class TypedArguments:
         self._values: dict[str, object] = {}
         self._occurs_twice = False
 
+    def open(self) -> None:
+        """Note that the call is certain, before its first key."""
+        self._draft.open(self._name)
+
+    def break_off(self) -> None:
+        """Begin the key that is not finished; its text stays held."""
+        self._draft.write_before('"' if self._values else '{"')
+
     def read(
         self,
         key: str,

@@ -54,6 +54,7 @@ def _function(spelling: Spelling, tools: Sequence[ToolSpec], closing: Chain, dra
     while tag == PARAMETER_OPEN:
         key = yield from text_until((yield), ">")
         end = yield from arguments.read(key, more=more, last=[last], may_lack_end=[last] * (len(closing) > 1))
+        draft.num_behind = end.num_last if end.lacks_end else 0
         tag = end.chain[1]
     return [arguments.call()]
 
