@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.template_reference import Conversation, Wire
-from kvserve.app.model_factory import read_calls, unheld_calls
+from kvserve.app.model_factory import row_of_calls, unheld_calls
 from kvserve.core import CallRow, Message, RequestDefaults, RequestId, SamplingParams, ToolSpec
 from kvserve.engine.tool_parser import library_tool_parser
-from kvserve.output.formats import OutputFormat, own_call_tag, select_format
+from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.boundaries import MessageMarkers, learn_markers
-from kvserve.prompt.call_row import NoRow, call_row
+from kvserve.prompt.call_row import NoRow
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +49,7 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
     tokenizer = load_tokenizer(folder, template_source)
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
     source = tokenizer.chat_template or ""
-    row = None if own_call_tag(source) is not None else call_row(tokenizer, read_calls)
+    row = row_of_calls(tokenizer)
     derived = row if isinstance(row, CallRow) else None
     parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None

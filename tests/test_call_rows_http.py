@@ -160,7 +160,7 @@ def test_a_template_whose_turns_are_not_found_is_said_with_the_reason(app: AppUn
 
 def test_what_is_not_held_in_the_models_own_form_is_said(app: AppUnderTest, tmp_path: Path) -> None:
     """The reason once when the model is described, and in the line of every request whose calls are promised."""
-    pairs = "{{ c.name }}({% for key, value in c.arguments.items() %}{{ key }}={{ value }};{% endfor %})"
+    pairs = "{{ c.name }}({% for key, value in c.arguments.items() %}{{ key }}={{ value | trim }};{% endfor %})"
     template = SMALL["fences"].replace("<|end|>", END)
     start, end = template.index("{{ c.name }}"), template.index("</call>")
     promised: list[dict[str, object]] = [

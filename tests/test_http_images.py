@@ -213,7 +213,7 @@ def test_a_text_model_reads_that_there_is_an_image(tmp_path: Path) -> None:
     """In every protocol, in tool results too; the line says so, and the next turn finds all of the prompt."""
     with serving_app(tmp_path) as app:
         words = "[An image that this model cannot see]"
-        told = ask(app, user(LONG, text_part(words)))
+        told = ask(app, user(LONG, text_part(f"\n{words}")))  # words of the server's have a line of their own
         shown = ask(app, user(LONG, image_part(picture(1))))
         assert said(shown) == said(told) and shown["usage"]["prompt_tokens"] == told["usage"]["prompt_tokens"]
         assert "the model sees no images: 1" in app.line_of(shown["id"])

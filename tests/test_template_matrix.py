@@ -135,7 +135,7 @@ def test_calls_that_lose_white_space_are_red(whole: tuple[Model, Reference]) -> 
 def test_a_prompt_that_differs_in_a_letter_is_red(whole: tuple[Model, Reference], tmp_path: Path) -> None:
     """Every case that is rendered, and control text that is one where nothing is marked."""
     model, reference = whole
-    assert missing(list(render_cells(model, reference))) == {"list of parts"}, "parts keep a line each (0057)"
+    assert not missing(list(render_cells(model, reference)))
     source = reference.source.replace("<|im_end|>", "<|im_end|> ")
     other = Reference(write_folder(tmp_path, source, QWEN))
     cells = list(render_cells(model, other))

@@ -29,7 +29,7 @@ from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
-from kvserve.output.formats import OutputFormat, own_call_tag, select_format
+from kvserve.output.formats import OutputFormat, may_spell_values, own_call_tag, select_format
 from kvserve.output.said import GeneratedMessage, MessageReader
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.boundaries import learn_markers
@@ -81,8 +81,7 @@ class ModelFactory:
         given = source.chat_template
         tokenizer = load_tokenizer(folder, given.source if given is not None else None)
         added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
-        is_known = own_call_tag(tokenizer.chat_template or "") is not None
-        row = None if is_known else call_row(tokenizer, read_calls)
+        row = row_of_calls(tokenizer)
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
         template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row)
@@ -279,11 +278,20 @@ def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> GeneratedM
     return MessageReader.under(select_format("auto", "", (), None, row), tools)(text)
 
 
+def row_of_calls(tokenizer: Tokenizer) -> CallRow | NoRow | None:
+    """How the template writes calls, or why that could not be told; None where they are read anyway."""
+    template = tokenizer.chat_template or ""
+    if own_call_tag(template) is None:
+        return call_row(tokenizer, read_calls)
+    row = call_row(tokenizer, read_calls) if may_spell_values(template) else None
+    return row if isinstance(row, CallRow) else None
+
+
 def _output_format(
     settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str], row: CallRow | NoRow | None
 ) -> OutputFormat:
-    """How the model marks its output. `row` is how its template writes calls, None where forms that are read here occur
-    in it; mlx-lm is asked only where that could not be told."""
+    """How the model marks its output. `row` is how its template writes calls, None where they are read anyway; mlx-lm
+    is asked only where that could not be told."""
     template = tokenizer.chat_template or ""
     if not isinstance(row, NoRow):
         return select_format(settings.model_family, template, added_tokens, None, row)

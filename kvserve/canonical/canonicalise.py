@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from kvserve.canonical.message_layout import Layout, canonical_blocks, is_dropped, lay_out
 from kvserve.canonical.rule import RuleSet
@@ -131,7 +131,7 @@ def _meaning_blocks(layout: Layout) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for part in layout:
         if part.spans and isinstance(part.block, TextBlock):
-            blocks.append(TextBlock(meaning_text(part.block.text, part.spans)))
+            blocks.append(replace(part.block, text=meaning_text(part.block.text, part.spans)))
         elif part.canonical is not None:
             blocks.append(_with_own_images(part.canonical, part.block))
     return tuple(blocks)
@@ -160,8 +160,8 @@ def _joined(fields: list[str]) -> bytes:
 
 def _add_fields(block: Block, fields: list[str]) -> None:
     match block:
-        case TextBlock(text):
-            fields += ("text", text)
+        case TextBlock(text, is_ours):
+            fields += ("ours" if is_ours else "text", text)
         case ThinkingBlock(text):
             fields += ("thinking", text)
         case ToolCallBlock(call_id, name, arguments):

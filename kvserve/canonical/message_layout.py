@@ -1,7 +1,7 @@
 """Takes a message apart: each block with its canonical form and its spans, for identity and replay."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import NoReturn
@@ -99,12 +99,12 @@ def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleS
     spans = find_spans(block.text, role, rules)
     if spans:
         canonical = canonical_text(block.text, spans)
-        return Part(block, TextBlock(canonical) if canonical else None, _fired(spans), spans)
+        return Part(block, replace(block, text=canonical) if canonical else None, _fired(spans), spans)
     text = trimmed(block.text) if "answer_edges" in names else block.text
     fired = ("answer_edges",) if text != block.text else ()
     if not text and "empty_content" in names:
         return Part(block, None, (*fired, "empty_content"))
-    return Part(block, TextBlock(text) if fired else block, fired)
+    return Part(block, replace(block, text=text) if fired else block, fired)
 
 
 def _fired(spans: tuple[RuleSpan, ...]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ rendered as the client sent it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvserve.canonical.message_layout import Layout, Part, canonical_blocks, lay_out, trimmed
 from kvserve.canonical.rule import RuleSet
@@ -123,20 +123,21 @@ def _replay_spoken(fresh: Block, seen: Block, rules: RuleSet, in_history: bool, 
 
 # --- other roles: spans ----------------------------------------------------------------------------------------------
 
-type _Key = tuple[tuple[str, str], ...]
+type _Key = tuple[bool, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A unit that is replayed or put back whole at one place: a span, or a block that consists of spans (an empty block
-    has none)."""
+    has none), which may be the server's words."""
 
     spans: tuple[RuleSpan, ...]
     text: str
+    is_ours: bool = False
 
     @property
     def key(self) -> _Key:
-        return tuple(span.key for span in self.spans)
+        return self.is_ours, tuple(span.key for span in self.spans)
 
 
 @dataclass(slots=True)
@@ -208,7 +209,8 @@ class _SpanReplay:
         return self._notes.result(Message(self._fresh.role, tuple(blocks), self._fresh.name))
 
     def _gap(self, number: int) -> list[Block]:
-        return [TextBlock(text) for text in self._said(self._places.get((number, _GAP)), may_insert=True)]
+        said = self._said(self._places.get((number, _GAP)), may_insert=True)
+        return [TextBlock(item.text, item.is_ours) for item in said]
 
     def _kept(self, number: int, part: Part) -> Block:
         offsets = sorted(offset for block, offset in self._places if block == number and offset != _GAP)
@@ -222,14 +224,14 @@ class _SpanReplay:
             if offset >= canonical:
                 pieces.append(text[raw : raw + offset - canonical])
                 raw, canonical = raw + offset - canonical, offset
-            pieces += self._said(place, may_insert=offset == canonical)
+            pieces += [item.text for item in self._said(place, may_insert=offset == canonical)]
             for item in place.fresh:
                 raw = item.spans[0].end
                 canonical = offset + len(item.spans[0].canonical)
-        return TextBlock("".join([*pieces, text[raw:]]))
+        return replace(part.block, text="".join([*pieces, text[raw:]]))
 
-    def _said(self, place: _SpanPlace | None, *, may_insert: bool) -> list[str]:
-        """The texts at one place. With an unknown item all of it stays as sent: the order of items put back beside it
+    def _said(self, place: _SpanPlace | None, *, may_insert: bool) -> list[_Item]:
+        """The items at one place. With an unknown item all of it stays as sent: the order of items put back beside it
         is unknown."""
         if place is None:
             return []
@@ -241,30 +243,30 @@ class _SpanReplay:
         if not may_insert or None in place.partners:
             self._leave_out(item for i, item in enumerate(place.seen) if i not in replayed)
             return [
-                item.text if partner is None else replayed[partner]
+                item if partner is None else replayed[partner]
                 for item, partner in zip(place.fresh, place.partners, strict=True)
             ]
-        said: list[str] = []
+        said: list[_Item] = []
         for i, item in enumerate(place.seen):
             if i in replayed:
                 said.append(replayed[i])
             elif self._may_put_back(item):
                 self._notes.fired |= {span.rule.name for span in item.spans}
-                said.append(item.text)
+                said.append(item)
             else:
                 self._leave_out((item,))
         return said
 
-    def _chosen(self, fresh: _Item, seen: _Item) -> str:
-        """Of two items with equal meaning the text of `seen`, if every rule whose part changed allows it."""
+    def _chosen(self, fresh: _Item, seen: _Item) -> _Item:
+        """Of two items with equal meaning `seen`, if every rule whose part changed allows it."""
         moved = _moved(fresh, seen)
         if not moved:
-            return fresh.text
+            return fresh
         if all(self._rules.replays(name, in_history=self._in_history) for name in moved):
             self._notes.fired |= moved
-            return seen.text
+            return seen
         self._notes.as_sent |= moved
-        return fresh.text
+        return fresh
 
     def _may_put_back(self, item: _Item) -> bool:
         if not self._puts_back or not item.spans:
@@ -285,7 +287,7 @@ def _items(layout: Layout) -> Iterable[tuple[tuple[int, int], _Item]]:
     for part in layout:
         if part.canonical is None:
             if isinstance(part.block, TextBlock):
-                yield (number, _GAP), _Item(part.spans, part.block.text)
+                yield (number, _GAP), _Item(part.spans, part.block.text, part.block.is_ours)
             continue
         removed = 0
         for span in part.spans:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.spans import RuleSpan, find_spans
@@ -30,7 +31,7 @@ def with_shared_values(message: Message, rules: RuleSet, first: FirstValue) -> t
             for span in reversed(find_spans(text, message.role, rules)):
                 said = _shared(span, rules, first, fired)
                 text = text if said == span.text else text[: span.start] + said + text[span.end :]
-            blocks.append(block if text == block.text else TextBlock(text))
+            blocks.append(block if text == block.text else replace(block, text=text))
         else:
             blocks.append(block)
     return (Message(message.role, tuple(blocks), message.name), frozenset(fired)) if fired else (message, frozenset())

@@ -19,7 +19,7 @@ from kvserve.core.answers import (
     Usage,
     Waiting,
 )
-from kvserve.core.calls import CallParts, CallRow, CallSlot, PairParts
+from kvserve.core.calls import JSON_SPELLING, CallParts, CallRow, CallSlot, PairParts, Spelling
 from kvserve.core.generation import (
     Awaiting,
     GenerationDone,

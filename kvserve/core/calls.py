@@ -1,6 +1,7 @@
 """How a template writes the calls of a message: parts that are always the same, and slots. It knows neither a template
 nor a parser."""
 
+import json
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -21,13 +22,34 @@ type CallParts = tuple[str | CallSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a template writes a value that is no string: its words for true, false and null; lists and objects are JSON
+    or, with `is_python`, what Python shows of them."""
+
+    true: str = "true"
+    false: str = "false"
+    null: str = "null"
+    is_python: bool = False
+
+    def written(self, value: object) -> str:
+        """The text of a value of JSON that is no string."""
+        if value is None or isinstance(value, bool):
+            return self.null if value is None else self.true if value else self.false
+        return repr(value) if self.is_python else json.dumps(value, ensure_ascii=False)
+
+
+JSON_SPELLING = Spelling()
+"""Everything is JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class PairParts:
     """How a template writes a call's arguments, if it writes each on its own, `between` standing between two of them:
 
         opening KEY value VALUE closing
 
-    A string is written as it is, anything else as JSON. `other_value` stands in the place of `value` before what is no
-    string, where the template tells them apart.
+    A string is written as it is, anything else in its `spelling`. `other_value` stands in the place of `value` before
+    what is no string, where the template tells them apart.
     """
 
     opening: str
@@ -35,6 +57,7 @@ class PairParts:
     closing: str
     between: str = ""
     other_value: str | None = None
+    spelling: Spelling = JSON_SPELLING
 
     def lead_of(self, value: object) -> str:
         """What stands between a key and this value."""

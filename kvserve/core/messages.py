@@ -14,9 +14,12 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """Plain text."""
+    """Plain text. `is_ours`: no client wrote it as text: a file's contents, or words for what a model cannot see or
+    this server does not know. It stands on lines of its own between a client's texts, which are joined as templates
+    join them."""
 
     text: str
+    is_ours: bool = False
 
 
 @dataclass(frozen=True, slots=True)

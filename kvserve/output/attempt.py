@@ -164,7 +164,7 @@ class CallAttempt:
                 reading.send(END)
             except StopIteration:
                 self._take_from(reading)
-                return True
+                return not (cut and reading.draft.num_behind)
             except NotACall:
                 if reading.broken is not None and not cut:
                     num_behind = reading.broken("".join(self.source[self._arguments_start :])).unfinished()

@@ -1,61 +1,48 @@
 """Writes grammar rules for tool calls: for forced calls, and for calls that a model may write in its text.
 
 A call has the model's own form, or the JSON form, which is always read too, if the model's form is foreign and its
-grammar unknown. Arguments follow the tool's schema as far as the form can express it: the bare-text forms fix the order
-of the arguments and leave strings free, except enumerations.
+grammar unknown. Arguments follow the tool's schema as far as the form can express it (`pair_grammar.py` writes those of
+the forms of keys and values).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
-from kvserve.output.enforced import ANY_OBJECT, Enforced, allows_any_text, described, enforced
+from kvserve.output.enforced import ANY_OBJECT, Enforced, described, enforced
 from kvserve.output.formats import OutputFormat
-from kvserve.output.lark import Lark, escaped, quote
+from kvserve.output.lark import Lark, quote
+from kvserve.output.pair_grammar import PairForm, PairGrammar
 from kvserve.output.tool_parsers import derived, glm, hermes, qwen_coder
-from kvserve.output.tool_parsers.arguments import JSON_TYPES, STRING, types_of, write_argument
+from kvserve.output.tool_parsers import pairs as pair_reader
 
-ANY_VALUE = Enforced({"type": sorted(JSON_TYPES - STRING)}, is_strict=True)
-"""Whatever is no string."""
 _BARE = "qwen_coder_bare"
 _SPACES = r"[ \t\r\n]*"
 _SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
 _SHORT_SLOTS = {**_SLOTS, CallSlot.ID: "/[A-Za-z0-9]{9}/"}
-
-
-type Pair = Callable[[str, str], str]
-"""Writes a key and the rule of its value, which ends with what closes the argument."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairForm:
-    """How a form writes one argument, with `between` two of them; a key holds none of the characters in `stops`.
-    `other` writes what is no string, where the form tells them apart."""
-
-    pair: Pair
-    closing: str
-    between: str = ""
-    stops: str = "<>"
-    other: Pair | None = None
-
-    @property
-    def tells_strings(self) -> bool:
-        """Whether an argument says if its value is a string."""
-        return self.other is not None
-
-    def written(self, key: str, strings: Sequence[str], others: Sequence[str]) -> str:
-        """The argument with one of these values."""
-        if self.other is None:
-            return self.pair(key, _any(*strings, *others))
-        pairs = [write(key, _any(*each)) for write, each in ((self.pair, strings), (self.other, others)) if each]
-        return _any(*pairs)
-
-
-def _any(*alternatives: str) -> str:
-    return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
+_GLM = PairForm(
+    glm.KEY_OPEN,
+    (glm.KEY_CLOSE, glm.VALUE_OPEN),
+    glm.VALUE_CLOSE,
+    glm.CLOSE,
+    ((glm.VALUE_CLOSE, glm.KEY_OPEN), (glm.VALUE_CLOSE, glm.CLOSE)),
+    gap=r"\n?",
+)
+_CODER_BARE = PairForm(
+    qwen_coder.PARAMETER_OPEN,
+    (">\n",),
+    f"\n{qwen_coder.PARAMETER_CLOSE}\n",
+    qwen_coder.FUNCTION_CLOSE,
+    tuple((qwen_coder.PARAMETER_CLOSE, tag) for tag in (qwen_coder.PARAMETER_OPEN, qwen_coder.FUNCTION_CLOSE)),
+)
+_CODER = replace(
+    _CODER_BARE,
+    end=f"{qwen_coder.FUNCTION_CLOSE}\n{qwen_coder.CLOSE}",
+    ends=(_CODER_BARE.ends[0], (*_CODER_BARE.ends[1], qwen_coder.CLOSE)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +134,21 @@ class CallGrammar:
     def _row_calls(self, row: CallRow, tools: Sequence[OfferedTool], many: bool) -> str:
         """A rule for a message's calls, from their opening to their closing text."""
         call = self._alternatives(tools, derived.NAME, by_schema=True)
-        more = f"({self._any_of(row.between)} {call})*" if many and row.between else ""
-        return self.lark.rule(f"{self._parts(row.opening)} {call} {more} {self._any_of(row.closing)}")
+        more = f"({self._behind(row, row.between)} {call})*" if many and row.between else ""
+        return self.lark.rule(f"{self._parts(row.opening)} {call} {more} {self._behind(row, row.closing)}")
 
     def _row_body(self, row: CallRow, tools: Sequence[OfferedTool], *, opened: str) -> str:
         """The same behind the opening tag; only strict tools' arguments follow their schema."""
         call = self._alternatives(tools, derived.NAME, by_schema=False)
-        more = f"({self._any_of(row.between)} {call})*" if row.between else ""
+        more = f"({self._behind(row, row.between)} {call})*" if row.between else ""
         head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
-        return self.lark.rule(f"{head} {call} {more} {self._any_of(row.closing)}")
+        return self.lark.rule(f"{head} {call} {more} {self._behind(row, row.closing)}")
+
+    def _behind(self, row: CallRow, parts: CallParts) -> str:
+        """What stands behind a call; one whose arguments are pairs has ended by itself."""
+        if row.pairs is None:
+            return self._any_of(parts)
+        return self._parts(("".join(part for part in parts if isinstance(part, str))[len(row.call_end) :],))
 
     def _bare_calls(self, row: CallRow, tools: Sequence[OfferedTool]) -> str:
         """Calls without an opening tag, or none: an object is a call only if it names an offered tool, whatever the
@@ -219,7 +212,8 @@ class CallGrammar:
                 row = self._row
                 assert row is not None, "this form has a row"
                 if row.pairs is not None:
-                    return f"{quote(name)} {self._parts(row.middle)} {self._row_pairs(tool, parameters, row.pairs)}"
+                    form_of_pairs = self._row_form(row, row.pairs)
+                    return f"{quote(name)} {self._parts(row.middle)} {self._pairs(tool, parameters, form_of_pairs)}"
                 return f"{quote(name)} {self._any_of(row.middle)} {lark.json(parameters)}"
             case "harmony":
                 return (
@@ -227,17 +221,12 @@ class CallGrammar:
                     f'"json" {lark.tag(harmony.MESSAGE)} {lark.json(parameters)}'
                 )
             case "glm":
-                pairs = self._pairs(tool, parameters, PairForm(_glm_pair(lark), glm.VALUE_CLOSE))
-                return f"{quote(name)} {pairs} /\\n?/ {lark.tag(glm.CLOSE)}"
+                return f"{quote(name)} {self._pairs(tool, parameters, _GLM)}"
             case "qwen_coder" | "qwen_coder_bare":
-                closing = f"\n{qwen_coder.PARAMETER_CLOSE}"
-                pairs = self._pairs(tool, parameters, PairForm(_qwen_pair, closing))
-                if form == _BARE:
-                    return f"{quote(f'{name}>\n')} {pairs} {quote(qwen_coder.FUNCTION_CLOSE)}"
-                return (
-                    f"{quote(f'\n{qwen_coder.FUNCTION_OPEN}{name}>\n')} {pairs} "
-                    f"{quote(f'{qwen_coder.FUNCTION_CLOSE}\n')} {lark.tag(qwen_coder.CLOSE)}"
-                )
+                spelling = next(each.spelling for each in self.output_format.tool_forms if each.name == form)
+                is_bare = form == _BARE
+                pairs = self._pairs(tool, parameters, replace(_CODER_BARE if is_bare else _CODER, spelling=spelling))
+                return f"{quote(f'{name}>\n' if is_bare else f'\n{qwen_coder.FUNCTION_OPEN}{name}>\n')} {pairs}"
             case "hermes":
                 head = quote(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
                 return f'{head} {lark.json(parameters)} "}}\\n" {lark.tag(hermes.CLOSE)}'
@@ -245,107 +234,29 @@ class CallGrammar:
 
     # --- arguments as pairs -------------------------------------------------------------------------------------------
 
-    def _row_pairs(self, tool: OfferedTool, parameters: Enforced, pairs: PairParts) -> str:
-        """The arguments as the template writes them."""
-
-        def pair(lead: str) -> Pair:
-            before, behind = self._parts((pairs.opening,)), self.lark.tag(lead)
-            return lambda key, value: f"{before} {key} {behind} {value}"
-
-        other = None if pairs.other_value is None else pair(pairs.other_value)
-        stops = f"<>{pairs.value[0]}{(pairs.other_value or pairs.value)[0]}"
-        form = PairForm(pair(pairs.value), pairs.closing, pairs.between, stops, other)
-        return self._pairs(tool, parameters, form)
+    def _row_form(self, row: CallRow, pairs: PairParts) -> PairForm:
+        """The template's own."""
+        return PairForm(
+            pairs.opening,
+            (pairs.value,),
+            pairs.closing,
+            row.call_end,
+            pair_reader.ends_of(row),
+            between=pairs.between,
+            other=None if pairs.other_value is None else (pairs.other_value,),
+            stops=f"<>{pairs.value[0]}{(pairs.other_value or pairs.value)[0]}",
+            spelling=pairs.spelling,
+        )
 
     def _pairs(self, tool: OfferedTool, parameters: Enforced, form: PairForm) -> str:
-        """The arguments in the schema's order; any arguments if the schema names none."""
-        schema = parameters.schema
-        properties = schema.get("properties")
-        schemas = dict(properties) if isinstance(properties, Mapping) else {}
-        required = _strings(schema.get("required"))
-        schemas = {**schemas, **{key: {} for key in required if key not in schemas}}
-        if not schemas and schema.get("additionalProperties") is not False:
-            one = self._any_pair(form)
-            return f"({one} ({self.lark.tag(form.between)} {one})*)?" if form.between else f"({one})*"
-        written: list[tuple[str, bool]] = []
-        for key, own in schemas.items():
-            if own is False:
-                continue
-            if not key or set(key) & {*form.stops, *"\r\n"}:
-                self._lose(tool, f"the key {key!r}, which the model's form of calls cannot write")
-                continue
-            written.append((self._pair(tool, key, own, parameters, form), key in required))
-        return self._in_order(written, form)
-
-    def _in_order(self, written: Sequence[tuple[str, bool]], form: PairForm) -> str:
-        """These arguments, each with whether it is required, with what stands between two of them."""
-        if not form.between:
-            return " ".join(one if is_required else f"({one})?" for one, is_required in written)
-        first, later = '""', ""
-        for one, is_required in reversed(written):
-            own, behind = self.lark.rule(one), f"{self.lark.tag(form.between)} "
-            first = self.lark.rule(f"{own} {later}" if is_required else f"{own} {later} | {first}")
-            later = f"{behind}{own} {later}" if is_required else f"({behind}{own})? {later}"
-        return first
-
-    def _any_pair(self, form: PairForm) -> str:
-        """Any argument with any value."""
-        key = f"/[^{''.join(map(escaped, form.stops))}\\r\\n]+/"
-        values = [self.lark.text_before(form.closing)]
-        return form.written(key, values, [self._other(ANY_VALUE, form)] if form.tells_strings else [])
-
-    def _other(self, value: Enforced, form: PairForm) -> str:
-        return f"{self.lark.json(value)} {self.lark.tag(form.closing)}"
-
-    def _pair(self, tool: OfferedTool, key: str, schema: object, parameters: Enforced, form: PairForm) -> str:
-        """One argument with its value and closing tag."""
-        own, root = schema if isinstance(schema, Mapping) else {}, parameters.schema
-        match (own.get("enum"), "const" in own):
-            case ([_, *_] as choices, _):
-                return self._one_of(key, choices, form)
-            case (_, True):
-                return self._one_of(key, [own["const"]], form)
-        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        types = types_of(own, root)
-        others = types - STRING if form.tells_strings else types
-        texts: list[str] = []
-        value = enforced({**shared, **own}, tool.path, strict=bool(tool.spec.strict))
-        if "string" in types:
-            if not allows_any_text(value):
-                self._lose(tool, f"properties.{key}, as the model's form of calls leaves a text's inside free")
-            texts = [self.lark.text_before(form.closing)]
-            if not (form.tells_strings and others):
-                return form.written(quote(key), texts, [])
-            value = enforced({**shared, **own, "type": sorted(others)}, tool.path, strict=bool(tool.spec.strict))
-        new = (place for place in value.left_out if place not in parameters.left_out)
-        self._left_out += (f"properties.{key}.{place}" for place in new)
-        return form.written(quote(key), texts, [self._other(value, form)])
-
-    def _one_of(self, key: str, choices: Sequence[object], form: PairForm) -> str:
-        written: dict[bool, list[str]] = {True: [], False: []}
-        for choice in choices:
-            value = f"{quote(write_argument(choice))} {self.lark.tag(form.closing)}"
-            written[isinstance(choice, str)].append(value)
-        return form.written(quote(key), written[True], written[False])
+        """The arguments and what ends the call."""
+        grammar = PairGrammar(self.lark, form, parameters, tool.path, lambda what: self._lose(tool, what))
+        rule = grammar.arguments()
+        self._left_out += grammar.left_out
+        return rule
 
     def _lose(self, tool: OfferedTool, what: str) -> None:
         """Note that a part of a tool's schema is not enforced. Raises BadRequest for a strict tool."""
         if tool.spec.strict:
             raise BadRequest(f"{tool.path} cannot be enforced: {what}.", param=tool.path)
         self._left_out.append(what)
-
-
-def _glm_pair(lark: Lark) -> Callable[[str, str], str]:
-    def pair(key: str, value: str) -> str:
-        opening = rf"/\n?/ {lark.tag(glm.KEY_OPEN)} {key} {lark.tag(glm.KEY_CLOSE)}"
-        return rf"{opening} /\n?/ {lark.tag(glm.VALUE_OPEN)} {value}"
-
-    return pair
-
-
-def _qwen_pair(key: str, value: str) -> str:
-    return f'"{qwen_coder.PARAMETER_OPEN}" {key} ">\\n" {value} "\\n"'
-
-
-def _strings(value: object) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from kvserve.core import CallRow
+from kvserve.core import CallRow, Spelling
 from kvserve.output import harmony
-from kvserve.output.tool_parsers import derived
+from kvserve.output.tool_parsers import derived, qwen_coder
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.output.tool_parsers.form import CallForm
 from kvserve.output.tool_parsers.glm import GLM
@@ -119,13 +119,16 @@ def select_format(
 
     `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
     `row` is the template's own form of calls, `foreign` another library's reader of them. A foreign form that begins
-    with a tag that is read here is not used: the readers here are exact.
+    with a tag that is read here is not used: the readers here are exact. Of such a row only the spelling of values is
+    taken.
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
     if row is not None and derived.form_of(row).open_tag not in own_tags:
         written = derived.forms_of(row, has_python_tag=derived.PYTHON_TAG in special_tokens)
         forms = (*written, *forms) if model_family == "auto" else (*forms, *written)
+    elif row is not None and row.pairs is not None:
+        forms = tuple(_spelt(form, row.pairs.spelling) for form in forms)
     elif foreign is not None and foreign.open_tag not in own_tags:
         forms = (foreign.form(), *forms)
     if {harmony.CHANNEL, harmony.MESSAGE} <= set(special_tokens):
@@ -133,8 +136,19 @@ def select_format(
     if "<think>" not in special_tokens:
         for tokens, name, thinking, silent_tags in _BY_VOCABULARY:
             if set(tokens) <= set(special_tokens):
-                return OutputFormat(name, thinking, forms, silent_tags)
+                of_calls = {tag for form in forms if form.row is not None for tag in (form.open_tag, *form.inner_tags)}
+                return OutputFormat(name, thinking, forms, tuple(tag for tag in silent_tags if tag not in of_calls))
     return OutputFormat(forms[0].name, THINK, forms)
+
+
+def _spelt(form: CallForm, spelling: Spelling) -> CallForm:
+    """The form with values in this spelling; only Qwen-coder's templates have different ones."""
+    return next((each for each in qwen_coder.forms(spelling) if each.name == form.name), form)
+
+
+def may_spell_values(template_text: str) -> bool:
+    """Whether a template may write a form that is read here anyway, with values in a spelling of its own."""
+    return qwen_coder.FUNCTION_OPEN in template_text
 
 
 def own_call_tag(template_text: str) -> str | None:
@@ -146,6 +160,6 @@ def own_call_tag(template_text: str) -> str | None:
 def _own_forms(model_family: str, template_text: str) -> tuple[CallForm, ...]:
     if model_family == "glm4" or (model_family == "auto" and "<arg_key>" in template_text):
         return _GLM_FIRST
-    if model_family in ("auto", "qwen3") and "<function=" in template_text:
+    if model_family in ("auto", "qwen3") and may_spell_values(template_text):
         return _CODER_FIRST
     return _HERMES_FIRST

@@ -2,12 +2,14 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from kvserve.output.enforced import Enforced
 
 _TAG_PARTS = re.compile(r"(<[^<>]*>|\[/?[A-Z_]+\])")
+_SPACES = r"[ \t\r\n]*"
+_LINE_AT_END = re.compile(r"\s*\n\s*\Z")
 _NAMEABLE = re.compile(r"<[!-~]+>")
 """Tokens that llguidance knows by their names."""
 
@@ -19,11 +21,21 @@ class Lark:
         """`added_tokens`: the tokenizer's added tokens and their ids."""
         self._added_tokens = dict(added_tokens)
         self._rules: list[str] = []
+        self._texts: dict[object, str] = {}
 
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def reserved(self) -> str:
+        """The name of a rule whose body is not known yet: `fill` writes it."""
+        return self.rule("")
+
+    def fill(self, name: str, body: str) -> str:
+        """Write the body of a reserved rule."""
+        self._rules[int(name[1:])] = f"{name}: {body}"
         return name
 
     def text(self, start: str) -> str:
@@ -46,6 +58,10 @@ class Lark:
             part for token, run in runs for part in (map(self._token, run) if token else [quote("".join(run))])
         )
 
+    def tags(self, tags: Sequence[str], gap: str) -> str:
+        """Tags, between which the regular expression `gap` may stand."""
+        return f" /{gap}/ ".join(map(self.tag, tags))
+
     def _token(self, token: str) -> str:
         return token if _NAMEABLE.fullmatch(token) else f"<[{self._added_tokens[token]}]>"
 
@@ -62,6 +78,31 @@ class Lark:
         # Text of the tag before its first token belongs to the same lexeme: lexemes are greedy and end at tokens only.
         head = tag[: tag.index(tokens[0])]
         return f"/{free}{escaped(head)}/ {self.tag(tag.removeprefix(head))}"
+
+    def text_up_to(self, tags: Sequence[str], gap: str, ends: Sequence[Sequence[str]]) -> str:
+        """Free text and then these tags, between which `gap` may stand. It holds none of `ends` before, tags between
+        which any white space may stand."""
+        asked = (tuple(tags), gap, tuple(map(tuple, ends)))
+        if asked not in self._texts:
+            self._texts[asked] = self._text_up_to(tags, gap, ends)
+        return self._texts[asked]
+
+    def _text_up_to(self, tags: Sequence[str], gap: str, ends: Sequence[Sequence[str]]) -> str:
+        head, rest = "", list[str]()
+        for index, tag in enumerate(tags):
+            parts = [part for part in _TAG_PARTS.split(tag) if part]
+            first = next((i for i, part in enumerate(parts) if self.is_token(part)), len(parts))
+            first = 0 if rest else first
+            head += gap * (index > 0 and not rest) + "".join(map(escaped, parts[:first]))
+            rest += [f"/{gap}/"] * (index > 0 and bool(rest))
+            rest += [self.tag("".join(parts[first:]))] * (first < len(parts))
+        barred = "|".join(_SPACES.join(map(escaped, end)) for end in ends)
+        # a lexeme that a token ends is as long as it can be, any other one as short
+        name, is_short = f"T{len(self._rules)}", not rest
+        if is_short and (line := _LINE_AT_END.search(tags[-1])) is not None:  # none of `ends` ends with it
+            head, rest = head.removesuffix(escaped(line[0])), [quote(line[0])]
+        self._rules.append(f"{name}: /(?s:.*){head}/ & ~/(?s:.*)({barred})(?s:.{'+' if is_short else '*'})/")
+        return " ".join([self.rule(name, "[lazy]" if is_short else ""), *rest])
 
     def free(self, tags: Collection[str]) -> list[str]:
         """Alternatives that together are any text without one of `tags`: text, and every other added token."""

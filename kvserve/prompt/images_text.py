@@ -102,22 +102,32 @@ def _needs_marks(block: Block, words: ImageWords) -> bool:
 
 
 def _marked_blocks(blocks: Sequence[Block], words: ImageWords) -> Iterator[Block]:
-    """The blocks with adjacent text and images joined into one text."""
-    told: list[str] = []
+    """The blocks with adjacent text and images joined into one text; words of the server's stay apart."""
+    last: TextBlock | None = None
     after_image = False
     for block in blocks:
-        if isinstance(block, ImageBlock):
-            told = [*told[:-1], (told[-1] if told else "") + mark_of(block.source)]
-            after_image = True
-        elif isinstance(block, TextBlock):
-            text = _guarded(block.text, words)
-            told = [*told[:-1], told[-1] + text] if after_image else [*told, text]
-            after_image = False
+        if isinstance(block, TextBlock | ImageBlock):
+            is_image = isinstance(block, ImageBlock)
+            said = _told(block, words)
+            if last is not None and (is_image or after_image) and not (last.is_ours or said.is_ours):
+                said = TextBlock(last.text + said.text)
+            elif last is not None:
+                yield last
+            last, after_image = said, is_image
         else:
-            yield from map(TextBlock, told)
-            told, after_image = [], False
+            if last is not None:
+                yield last
+            last, after_image = None, False
             yield _marked_result(block, words) if isinstance(block, ToolResultBlock) else block
-    yield from map(TextBlock, told)
+    if last is not None:
+        yield last
+
+
+def _told(block: TextBlock | ImageBlock, words: ImageWords) -> TextBlock:
+    """A text, guarded, or an image's mark."""
+    if isinstance(block, ImageBlock):
+        return TextBlock(mark_of(block.source))
+    return replace(block, text=_guarded(block.text, words))
 
 
 def _marked_result(block: ToolResultBlock, words: ImageWords) -> ToolResultBlock:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ToolResultBlock, Turn
 
 _WORDS = "[An image that this model cannot see]"
-UNSEEN = TextBlock(_WORDS)
+UNSEEN = TextBlock(_WORDS, is_ours=True)
 """The same for every image, so that the next turn's prompt begins with this one's."""
 
-_UNSEEN_OF_ASSISTANT = TextBlock(f"\n{_WORDS}\n")
+_UNSEEN_OF_ASSISTANT = TextBlock(f"\n{_WORDS}\n", is_ours=True)
 """On its own line, apart from the pieces of an assistant's text."""
 
 

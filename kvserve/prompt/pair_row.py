@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from kvserve.core import CallRow, JsonObject, PairParts, ToolSpec
+from kvserve.core import CallRow, JsonObject, PairParts, Spelling, ToolSpec
 
 KEYS, VALUES = ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
 NUMBER = 902173
 _BEGUN_TAG = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
 _WORD = re.compile(r"\S+")
+_OBJECT = {"zqlist": [True, None, "zq"]}
 
 
 class Unlike(Exception):
@@ -33,7 +34,9 @@ def find_pairs(write: Callable[[JsonObject], str], name: str) -> PairParts:
     if not value.strip() or not closing.strip():
         raise Unlike("nothing stands on either side of an argument's value")
     other_value = _other_value(write({KEYS[0]: NUMBER}).partition(name)[2], before_first, behind)
-    return PairParts(opening, value, closing, between, None if other_value == value else other_value)
+    head = f"{before_first}{KEYS[0]}{other_value}"
+    spelling = _spelling(lambda said: _between(write({KEYS[0]: said}).partition(name)[2], head, behind))
+    return PairParts(opening, value, closing, between, None if other_value == value else other_value, spelling)
 
 
 def _gaps(text: str, name: str) -> tuple[str, str, str, str]:
@@ -59,13 +62,26 @@ def _same_beginning(one: str, other: str) -> str:
 
 def _other_value(text: str, before_first: str, behind: str) -> str:
     """What stands between a key and a value that is no string."""
-    head, tail = f"{before_first}{KEYS[0]}", f"{NUMBER}{behind}"
-    if not text.startswith(head) or not text.endswith(tail):
+    between = _between(text, f"{before_first}{KEYS[0]}", f"{NUMBER}{behind}")
+    if between is None:
         raise Unlike("it writes a number in another way than a string")
-    between = text[len(head) : len(text) - len(tail)]
     if not between.strip():  # a key with a space in it would end there
         raise Unlike("nothing stands between a key and a number")
     return between
+
+
+def _between(text: str, head: str, tail: str) -> str | None:
+    """What stands between the two; None where the text is not made of them."""
+    is_made = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
+    return text[len(head) : len(text) - len(tail)] if is_made else None
+
+
+def _spelling(write: Callable[[object], str | None]) -> Spelling:
+    """How values are written that are no strings; that all of them are is proved later. Raises Unlike."""
+    true, false, null = words = [word or "" for word in map(write, (True, False, None))]
+    if len(set(words)) < len(words) or not all(map(str.isalpha, words)):
+        raise Unlike("it has no words for true, false and null")
+    return Spelling(true, false, null, is_python=write(_OBJECT) == repr(_OBJECT))
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -77,16 +93,18 @@ def behind_pairs(text: str, position: int, pairs: PairParts, arguments: Mapping[
         lead = f"{pairs.between if index else ''}{pairs.opening}{key}{pairs.lead_of(value)}"
         if not text.startswith(lead, position):
             return None
-        end = _behind_value(text, position + len(lead), value)
+        end = _behind_value(text, position + len(lead), value, pairs.spelling)
         if end is None or not text.startswith(pairs.closing, end):
             return None
         position = end + len(pairs.closing)
     return position
 
 
-def _behind_value(text: str, position: int, value: object) -> int | None:
-    if isinstance(value, str):
-        return position + len(value) if text.startswith(value, position) else None
+def _behind_value(text: str, position: int, value: object, spelling: Spelling) -> int | None:
+    is_word = value is None or isinstance(value, bool)
+    if isinstance(value, str) or is_word or spelling.is_python:
+        said = value if isinstance(value, str) else spelling.written(value)
+        return position + len(said) if text.startswith(said, position) else None
     try:
         found, end = json.JSONDecoder().raw_decode(text, position)
     except ValueError:
@@ -100,9 +118,11 @@ def hard_pairs(row: CallRow) -> JsonObject:
     said = [row.pairs.opening, row.pairs.value, row.pairs.closing]
     said += [part for parts in (row.opening, row.between or (), row.closing) for part in parts if isinstance(part, str)]
     words = list(dict.fromkeys(word for text in said for word in _WORD.findall(text)))
+    spelt = [row.pairs.spelling.written(value) for value in (True, False, None)]
     texts = [
         *(f"zq {word} zq" for word in words), *words, "", " ", "\n", "\n\n", "    zq:\n        zq\n", "\n  zq\n\n",
-        'zq "quoted" \\ \\n é 日', "null", "true", "None", "5", "-1.5e3", '{"zq": 1}', "[]", '"zq"', "{'zq': True}",
+        'zq "quoted" \\ \\n é 日', "null", "true", "None", *spelt, "5", "-1.5e3",
+        '{"zq": 1}', "[]", '"zq"', "{'zq': True}",
     ]  # fmt: skip
     others = [
         {"zqlist": [1, 2.5, -3, True, False, None, {}, [], "", *words], "": {"zq": '{"\n'}}, [], [[], {}], {}, 0, 12,

@@ -224,9 +224,8 @@ def _joints(prober: Prober, dialect: Dialect) -> Iterator[tuple[str, str]]:
         if isinstance(text, str) and in_order(text, texts):
             joint = text.partition(texts[0])[2].partition(texts[1])[0]
             whole = [*lead, replace(last, text=joint.join(texts)), *rest]
-            # Words between two texts would be the template's own, tags perhaps, which a client's text cannot be. Where
-            # no line end is, parts keep a line each: some are files and words of the server's, not to be glued.
-            if joint.isspace() and "\n" in joint and prober.render(whole, dialect.form) == text:
+            # words between two texts would be the template's own, tags perhaps, which a client's text cannot be
+            if not joint.strip() and prober.render(whole, dialect.form) == text:
                 yield ROLES[kinds[-1]], joint
 
 

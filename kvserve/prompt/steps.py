@@ -78,6 +78,9 @@ type DescribeTools = Callable[[Sequence[ToolBlock]], str]
 """Writes the text for consecutive blocks that add or remove tools."""
 
 
+type Author = Literal["client", "server", "template"]
+"""Whose words a text is. What the server tells may be a file's contents, so only the template's may hold its tags."""
+
 NO_JOINTS: Mapping[str, str] = MappingProxyType({})
 """Each text of a message gets a line of its own."""
 
@@ -198,30 +201,30 @@ def _with_text(
 ) -> PromptStep:
     """The step with the blocks' text behind `before`; what is not the client's stands on lines of its own."""
     text, own, joint = before, list[tuple[int, int]](), joints.get(ROLES[step.kind], "\n")
-    was_own: bool | None = None
-    for part, is_own in _texts(blocks, describe):
-        if was_own is not None:
-            text += "\n" if is_own or was_own else joint
-        if is_own:
+    last: Author | None = None
+    for part, author in _texts(blocks, describe):
+        if last is not None:
+            text += joint if author == last == "client" else "\n"
+        if author == "template":
             own.append((len(text), len(text) + len(part)))
         text += part
-        was_own = is_own
+        last = author
     return replace(step, text=text, own=tuple(own))
 
 
-def _texts(blocks: Sequence[Block], describe: DescribeTools) -> Iterator[tuple[str, bool]]:
-    """The blocks' texts, and whether each is the template's own words."""
+def _texts(blocks: Sequence[Block], describe: DescribeTools) -> Iterator[tuple[str, Author]]:
+    """The blocks' texts, and whose words each is."""
     tools: list[ToolBlock] = []
     for block in blocks:
         if isinstance(block, ToolBlock):
             tools.append(block)
             continue
         if tools:
-            yield describe(tools), True
+            yield describe(tools), "template"
             tools = []
-        yield _text_of(block), False
+        yield _text_of(block), "server" if isinstance(block, TextBlock) and block.is_ours else "client"
     if tools:
-        yield describe(tools), True
+        yield describe(tools), "template"
 
 
 def _text_of(block: Block) -> str:

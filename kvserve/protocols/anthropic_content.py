@@ -7,6 +7,7 @@ the middle. Empty text makes no block.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from kvserve.core import (
     Block,
@@ -55,8 +56,8 @@ def _read_text(block: Fields) -> list[TextBlock]:
     return _text_blocks(block.required("text", text))
 
 
-def _text_blocks(said: str) -> list[TextBlock]:
-    return [TextBlock(said)] if said else []
+def _text_blocks(said: str, *, is_ours: bool = False) -> list[TextBlock]:
+    return [TextBlock(said, is_ours)] if said else []
 
 
 def _read_image(block: Fields) -> Sequence[PlainBlock]:
@@ -69,7 +70,7 @@ def _read_image(block: Fields) -> Sequence[PlainBlock]:
         case "url":
             return [ImageBlock(source.required("url", filled_text))]
         case "file":
-            return [TextBlock(words(block, NOT_READ))]
+            return [TextBlock(words(block, NOT_READ), is_ours=True)]
         case other:
             raise mistyped(f"{source.path}.type", '"base64", "url" or "file"', other)
 
@@ -80,23 +81,26 @@ def _read_document(block: Fields) -> Sequence[PlainBlock]:
     heads = [said for key in ("title", "context") if (said := block.optional(key, text))]
     match source.required("type", text):
         case "text":
-            return _text_blocks("\n".join([*heads, source.required("data", text)]))
+            return _text_blocks("\n".join([*heads, source.required("data", text)]), is_ours=True)
         case "content":
             body = source.required("content", _read_pages)
             if any(isinstance(page, ImageBlock) for page in body):
-                return [*map(TextBlock, heads), *body]
-            return _text_blocks("\n".join([*heads, *(page.text for page in body if isinstance(page, TextBlock))]))
+                pages = (*map(TextBlock, heads), *body)
+                return [replace(page, is_ours=True) if isinstance(page, TextBlock) else page for page in pages]
+            texts = (page.text for page in body if isinstance(page, TextBlock))
+            return _text_blocks("\n".join([*heads, *texts]), is_ours=True)
         case "base64" | "url" | "file" as kind:
             name = {"base64": "data", "url": "url", "file": "file_id"}[kind]
             source.required(name, filled_text)
-            return [TextBlock(words(block, NOT_READ))]
+            return [TextBlock(words(block, NOT_READ), is_ours=True)]
         case other:
             raise mistyped(f"{source.path}.type", '"text", "content", "base64", "url" or "file"', other)
 
 
 def _read_search_result(block: Fields) -> list[TextBlock]:
     heads = [block.required(key, text) for key in ("title", "source")]
-    return _text_blocks("\n".join([*heads, *(part.text for part in block.required("content", _read_texts))]))
+    parts = (part.text for part in block.required("content", _read_texts))
+    return _text_blocks("\n".join([*heads, *parts]), is_ours=True)
 
 
 def _read_thinking(block: Fields) -> list[ThinkingBlock]:
@@ -187,7 +191,7 @@ def content_reader[T: Block](
         if kind in _KINDS or not in_messages:  # a known block in the wrong place
             raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in blocks), kind)
         said = words(block) if _is_of_a_server(kind) else words_of_unknown(block, tuple(blocks))
-        return [TextBlock(f"\n{said}\n" if is_assistant else said)]
+        return [TextBlock(f"\n{said}\n" if is_assistant else said, is_ours=True)]
 
     def read(value: object, path: str) -> list[T | TextBlock]:
         if isinstance(value, str):

@@ -201,7 +201,8 @@ def read_tool_search_result(block: Fields) -> Sequence[Change]:
     if content.required("type", text) == "tool_search_tool_search_result":
         references = content.required("tool_references", list_of(mapping))
         return [found for reference in references for found in read_tool_reference(reference)]
-    return [TextBlock(f"[The search for tools failed: {content.optional('error_code', text) or 'no reason given'}]")]
+    said = f"[The search for tools failed: {content.optional('error_code', text) or 'no reason given'}]"
+    return [TextBlock(said, is_ours=True)]
 
 
 def read_compaction(block: Fields) -> Sequence[Change]:
@@ -211,7 +212,7 @@ def read_compaction(block: Fields) -> Sequence[Change]:
     changes = block.optional("tool_changes", list_of(mapping)) or []
     readers = {"tool_addition": read_tool_addition, "tool_removal": read_tool_removal}
     tools = [found for change in changes for found in readers[change.required("type", word(*readers))](change)]
-    return [TextBlock(COMPACTED + said if said else f"\n{words(block)}\n"), *tools]
+    return [TextBlock(COMPACTED + said if said else f"\n{words(block)}\n", is_ours=True), *tools]
 
 
 def with_definitions(

@@ -65,7 +65,7 @@ def _read_refusal_part(part: Fields) -> TextBlock:
 def _read_image_part(part: Fields) -> PlainBlock:
     """`image_url` is an address or {"url": address}; an image uploaded to another server becomes words."""
     if part.values.get("image_url") is None and part.optional("file_id", filled_text) is not None:
-        return TextBlock(words(part, NOT_READ))
+        return TextBlock(words(part, NOT_READ), is_ours=True)
 
     def read(value: object, path: str) -> str:
         if isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def _read_image_part(part: Fields) -> PlainBlock:
 
 def _read_audio_part(part: Fields) -> TextBlock:
     """Words: no model here hears audio."""
-    return TextBlock(words(Fields({"type": part.values["type"]}, part.path), NOT_HEARD))
+    return TextBlock(words(Fields({"type": part.values["type"]}, part.path), NOT_HEARD), is_ours=True)
 
 
 def _read_thinking_part(part: Fields) -> ThinkingBlock:
@@ -105,12 +105,12 @@ def _read_input_file(part: Fields) -> TextBlock:
         raise BadRequest(f"{path}: expected base64 or a data URL with it ({error}).", param=path) from error
     if "\0" in content:
         return _unread_file(part)
-    return TextBlock("\n".join(line for line in (name, content) if line))
+    return TextBlock("\n".join(line for line in (name, content) if line), is_ours=True)
 
 
 def _unread_file(part: Fields) -> TextBlock:
     told = {name: part.values.get(name) for name in ("filename", "file_url")}
-    return TextBlock(words(Fields({"type": "file", **told}, part.path), NOT_READ))
+    return TextBlock(words(Fields({"type": "file", **told}, part.path), NOT_READ), is_ours=True)
 
 
 PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
@@ -146,7 +146,7 @@ def content_reader[T: PlainBlock | ThinkingBlock](
             return parts[kind](part)
         if kind in ASSISTANT_PARTS or not in_messages:  # a known part in the wrong place
             raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in parts), kind)
-        return TextBlock(words_of_unknown(part, tuple(parts)))
+        return TextBlock(words_of_unknown(part, tuple(parts)), is_ours=True)
 
     def read(value: object, path: str) -> list[T | TextBlock]:
         if isinstance(value, str):

@@ -126,7 +126,8 @@ def _read_client_output(item: Fields) -> _Item:
     if isinstance(output, str) or (isinstance(output, list) and all(map(_is_part, output))):
         return Message("tool", (ToolResultBlock(call_id, tuple(_read_content(output, f"{item.path}.output"))),))
     lines = read_words({key: item.values.get(key) for key in ("status", "output")}).lines
-    return Message("tool", (ToolResultBlock(call_id, (TextBlock("\n".join(lines)),) if lines else ()),))
+    said = (TextBlock("\n".join(lines), is_ours=True),) if lines else ()
+    return Message("tool", (ToolResultBlock(call_id, said),))
 
 
 def _is_part(value: object) -> bool:
@@ -135,19 +136,21 @@ def _is_part(value: object) -> bool:
 
 def _read_separately(item: Fields) -> _Item:
     """A server's work between the assistant's words, on its own lines, apart from the assistant's text."""
-    return _Said("aside", (TextBlock(f"\n{words(item)}\n"),))
+    return _Said("aside", (TextBlock(f"\n{words(item)}\n", is_ours=True),))
 
 
 def _read_unknown(item: Fields) -> _Item:
     """An unknown item that can be read; it is the assistant's unless it names another role."""
     said = words_of_unknown(item, tuple(_ITEMS))
     role = ROLES.get(str(item.values.get("role")), "assistant")
-    return _Said("aside", (TextBlock(f"\n{said}\n"),)) if role == "assistant" else Message(role, (TextBlock(said),))
+    if role == "assistant":
+        return _Said("aside", (TextBlock(f"\n{said}\n", is_ours=True),))
+    return Message(role, (TextBlock(said, is_ours=True),))
 
 
 def _read_answer_to_server(item: Fields) -> _Item:
     """The user's reply to a server."""
-    return Message("user", (TextBlock(words(item)),))
+    return Message("user", (TextBlock(words(item), is_ours=True),))
 
 
 _CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "computer")

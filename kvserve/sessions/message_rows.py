@@ -56,8 +56,8 @@ def message_of(row: object) -> Message:
 
 def _block_row(block: Block) -> Row:
     match block:
-        case TextBlock(text):
-            return {"kind": "text", "text": text}
+        case TextBlock(text, is_ours):
+            return {"kind": "text", "text": text, **({"is_ours": True} if is_ours else {})}
         case ThinkingBlock(text, signature):
             return {"kind": "thinking", "text": text, "signature": signature}
         case ToolCallBlock(call_id, name, arguments):
@@ -72,7 +72,7 @@ def _block_row(block: Block) -> Row:
 
 
 _BLOCKS: Mapping[object, Callable[[Row], Block]] = {
-    "text": lambda row: TextBlock(text_of(row.get("text"))),
+    "text": lambda row: TextBlock(text_of(row.get("text")), flag(row.get("is_ours", False))),
     "thinking": lambda row: ThinkingBlock(text_of(row.get("text")), optional_text(row.get("signature"))),
     "call": lambda row: ToolCallBlock(
         text_of(row.get("call_id")), text_of(row.get("name")), text_of(row.get("arguments"))

@@ -190,4 +190,4 @@ def _unglued(message: Message, glued: tuple[str, str]) -> Message | None:
         return None
     if not (block.text.startswith(before) and block.text.endswith(behind)):
         return None
-    return replace(message, blocks=(TextBlock(block.text[len(before) : len(block.text) - len(behind)]),))
+    return replace(message, blocks=(replace(block, text=block.text[len(before) : len(block.text) - len(behind)]),))

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.app.model_factory import read_calls, unheld_calls
+from kvserve.app.model_factory import read_calls, row_of_calls, unheld_calls
 from kvserve.core import CallRow
-from kvserve.output.formats import own_call_tag, select_format
+from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.template import ChatTemplate
@@ -23,13 +23,11 @@ UNHELD = {
     "kimi_k2": "(it refuses calls: SecurityError: access to attribute 'append' of 'list' object is unsafe.)",
     "lfm2": "lists tools and shows no call (it writes no calls)",
     "lfm2_5_8b": OTHER_NUMBERS,
-    "seed_oss": "its chat template writes <seed:tool_call> around a call",
 }
 
 
 def row_of(of: Family) -> CallRow | NoRow | None:
-    is_known = own_call_tag(of.tokenizer.chat_template or "") is not None
-    return None if is_known else call_row(of.tokenizer, read_calls)
+    return row_of_calls(of.tokenizer)
 
 
 def unheld(of: Family) -> str | None:

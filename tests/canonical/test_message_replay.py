@@ -112,6 +112,17 @@ def test_a_reminder_that_is_gone_stands_where_it_stood() -> None:
     assert replay(fresh, seen, in_history=False).message == fresh
 
 
+def test_a_file_with_a_reminder_stays_the_servers_words() -> None:
+    """Also where all of it, or a part, is put back; of a client's own text the same words are another block."""
+    whole, part = TextBlock(TODO, is_ours=True), TextBlock(OTHER + "b", is_ours=True)
+    seen = Message("user", (TextBlock("a"), whole, part))
+    fresh = Message("user", (TextBlock("a"), TextBlock("b", is_ours=True)))
+    assert replay(fresh, seen, in_history=True).message == seen
+    own = Message("user", (TextBlock("a"), TextBlock("b")))
+    assert replay(own, seen, in_history=True).message == own
+    assert canonicalise(own).digest != canonicalise(fresh).digest
+
+
 def test_a_reminder_in_another_place_is_rendered_once() -> None:
     """A block that becomes part of the text is not also put back as a block."""
     seen, fresh = user(TODO, "go on"), user(TODO + "go on")

@@ -103,7 +103,8 @@ class Setup:
         assert grammar is not None
         matcher = LLMatcher(self.guide, grammar.lark, log_level=0)
         dice, ids = random.Random(seed), list[int]()
-        closings = [self.tokenizer.encode(tag) for tag in ("</arg_value>", "\n</parameter>", "</think>")]
+        ends = ("</arg_value></tool_call>", "</arg_value>", "\n</parameter>\n</function>", "\n</parameter>", "</think>")
+        closings = [self.tokenizer.encode(tag) for tag in ends]
         while not matcher.is_stopped() and len(ids) < max_tokens:
             closing = next((tag for tag in closings if matcher.validate_tokens(tag) == len(tag)), None)
             if closing is not None and dice.random() < 0.3:

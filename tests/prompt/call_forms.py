@@ -17,7 +17,8 @@ from kvserve.core import (
     ToolResultBlock,
     ToolSpec,
 )
-from kvserve.output.formats import own_call_tag
+from kvserve.output.formats import may_spell_values, own_call_tag
+from kvserve.output.tool_parsers.derived import form_of
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
@@ -59,10 +60,12 @@ PAIRS = {
     f"{{% endfor %}}</fn>\n</call>{{{{ '\n' if not loop.last }}}}{{% endfor %}}{TAIL}",
     "joined": f"{HEAD}{CALLS}[CALL]{{{{ c.name }}}}({PAIR}[KEY]{{{{ k }}}}: {VALUE}[END_VALUE]"
     f"{{{{ ',\n' if not loop.last }}}}{{% endfor %}})[END_CALL]{{% endfor %}}{TAIL}",
+    "shown": f"{HEAD}{CALLS}<call>\n<fn={{{{ c.name }}}}>\n{PAIR}<arg={{{{ k }}}}>{{{{ v | string }}}}</arg>\n"
+    f"{{% endfor %}}</fn>\n</call>{{{{ '\n' if not loop.last }}}}{{% endfor %}}{TAIL}",
 }
 """Those that write arguments as keys and values."""
 
-REAL_PAIRS = {"deepseek_v3_2", "minimax_m2"}
+REAL_PAIRS = {"deepseek_v3_2", "minimax_m2", "seed_oss"}
 """The real templates that do so, of which a row is derived."""
 
 HELD_BY_TOKENS = ("tags", "list", "fences", "bare", "kimi_k2_moonshot")
@@ -92,9 +95,13 @@ def source_of(name: str) -> str:
 def found_row(name: str) -> CallRow | NoRow:
     """What is derived from a template that is not read by the forms that are known anyway."""
     source = source_of(name)
-    if (known := own_call_tag(source)) is not None:
+    known = own_call_tag(source)
+    if known is not None and not may_spell_values(source):
         return NoRow(f"{known} is read anyway")
-    return find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    found = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    if known is not None and isinstance(found, CallRow) and own_call_tag(form_of(found).open_tag) is not None:
+        return NoRow(f"{known} is read anyway, with values as they are spelt")
+    return found
 
 
 class DerivedRows(Mapping[str, CallRow]):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import Message, Role, TextBlock, ThinkingBlock, ToolBlock, ToolResultBlock, ToolSpec
+from kvserve.prompt.images_unseen import UNSEEN
 from kvserve.prompt.steps import steps_of
 from kvserve.prompt.template import ChatTemplate
 from tests.prompt.samples import byte_level_backend, family_tokenizer, tokenizer_of
@@ -61,15 +62,29 @@ FAILS = "{% for m in messages %}<{{ m.role }}>{{ m.content + '' }}{% endfor %}"
 
 @pytest.mark.parametrize("role", ["user", "system"])
 @pytest.mark.parametrize(
-    ("source", "joint"), [(CONCATENATES, "\n"), (GLUES, "\n\n"), (TAGS, "\n"), (DUMPS, "\n"), (FAILS, "\n")]
+    ("source", "joint"), [(CONCATENATES, ""), (GLUES, "\n\n"), (TAGS, "\n"), (DUMPS, "\n"), (FAILS, "\n")]
 )
 def test_parts_are_joined_as_the_template_joins_them(role: Role, source: str, joint: str) -> None:
-    """The lines that it writes between parts stand between them, but for words of its own; where it writes none, or
-    takes no parts, each is a line: some are files, and words of the server's."""
+    """What it writes between parts stands between them, nothing included, but for words of its own; where it takes no
+    parts, each is a line."""
     said = Message(role, (TextBlock("How "), TextBlock("is it?")))
     messages = (said,) if role == "user" else (said, Message("user", (TextBlock("hi"),)))
     prompt = ChatTemplate(tokenizer_of(byte_level_backend(), source)).render(messages, thinking=True)
     assert prompt.text.startswith(f"<{role}>How {joint}is it?")
+
+
+@pytest.mark.parametrize("source", [CONCATENATES, GLUES])
+def test_what_the_server_tells_stands_on_lines_of_its_own(source: str) -> None:
+    """A file or an image unseen is glued to no part of the client's, nor two of them to each other; its text holds no
+    control token, as a client may have written it."""
+    tokenizer = family_tokenizer("qwen3")
+    template = ChatTemplate(replace(tokenizer, chat_template=source))
+    file = TextBlock("a.txt\n<|im_end|>", is_ours=True)
+    said = Message("user", (TextBlock("Read"), file, UNSEEN, TextBlock("and "), TextBlock("say.")))
+    prompt = template.render((said,), thinking=True)
+    joint = "" if source == CONCATENATES else "\n\n"
+    assert prompt.text == f"<user>Read\na.txt\n<|im_end|>\n{UNSEEN.text}\nand {joint}say."
+    assert tokenizer.token_id("<|im_end|>") not in prompt.ids.ids
 
 
 def test_a_control_token_in_two_parts_is_text() -> None:
@@ -77,10 +92,11 @@ def test_a_control_token_in_two_parts_is_text() -> None:
     tokenizer = family_tokenizer("qwen3")
     template = ChatTemplate(replace(tokenizer, chat_template=CONCATENATES))
     for token in ("<|im_end|>", "<|image_pad|>"):
-        said = Message("user", (TextBlock(f"What is {token[:5]}"), TextBlock(f"{token[5:]} for?")))
-        prompt = template.render((said,), thinking=True)
-        assert f"{token[:5]}\n{token[5:]}" in prompt.text and tokenizer.token_id(token) is not None
-        assert tokenizer.token_id(token) not in prompt.ids.ids
+        for cut in range(1, len(token)):
+            said = Message("user", (TextBlock(f"What is {token[:cut]}"), TextBlock(f"{token[cut:]} for?")))
+            prompt = template.render((said,), thinking=True)
+            assert prompt.text == f"<user>What is {token} for?" and tokenizer.token_id(token) is not None
+            assert tokenizer.token_id(token) not in prompt.ids.ids
 
 
 def test_an_error_and_what_is_the_servers_own_stand_on_lines() -> None:

@@ -123,4 +123,4 @@ def test_an_image_of_the_assistants_is_words() -> None:
     )
     assert looked.images == ()
     [message] = looked.messages
-    assert message.blocks == (TextBlock("Here:"), TextBlock("\n[An image that this model cannot see]\n"))
+    assert message.blocks == (TextBlock("Here:"), TextBlock("\n[An image that this model cannot see]\n", is_ours=True))

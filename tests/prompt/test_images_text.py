@@ -1,5 +1,7 @@
 """Marks: images between text and ids, and placeholders that a user types."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +34,14 @@ def test_text_and_images_that_touch_are_one_text() -> None:
     parts = (TextBlock("a"), TextBlock("b "), ImageBlock(DIGEST), ImageBlock(OTHER), TextBlock(" c"), TextBlock("d"))
     [message] = with_marks([Message("user", parts)], WORDS)
     assert said(message) == ["a", f"b {mark_of(DIGEST)}{mark_of(OTHER)} c", "d"]
+
+
+def test_what_the_server_tells_does_not_touch_an_image() -> None:
+    """A file before or behind an image stays a text of its own, which gets its lines."""
+    file = TextBlock("file <pad>", is_ours=True)
+    [message] = with_marks([Message("user", (file, ImageBlock(DIGEST), file, TextBlock("c")))], WORDS)
+    told = replace(file, text=f"file <{BARRIER}pad>")
+    assert message.blocks == (told, TextBlock(mark_of(DIGEST)), told, TextBlock("c"))
 
 
 def test_images_in_tool_results_are_marked() -> None:

@@ -3,6 +3,7 @@ template writes, hold and replay."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.app.model_factory import read_calls
-from kvserve.core import CallRow, JsonObject, PairParts, ToolChoice, ToolSpec
+from kvserve.core import JSON_SPELLING, CallRow, JsonObject, PairParts, Spelling, ToolChoice, ToolSpec
 from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
+from kvserve.output.tool_parsers.arguments import JSON_TYPES, PYTHON_SPELLING, read_argument
 from kvserve.output.tool_parsers.form import CallForm
+from kvserve.output.tool_parsers.pairs import ends_of
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.pair_row import typed_tools
@@ -30,6 +33,7 @@ from tests.prompt.call_forms import (
     PAIR,
     PAIRED,
     PAIRS,
+    READ,
     TAIL,
     TOLD,
     VALUE,
@@ -75,7 +79,9 @@ def test_the_parts_of_pairs_are_what_the_template_writes() -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "reason"),
     [
-        ("invoked", VALUE, "{{ v if v is string else v | string }}", "every call as the row says"),
+        ("invoked", VALUE, "{{ v if v is string else v | tojson | upper }}", "every call as the row says"),
+        ("invoked", VALUE, "{{ v if v is string else v or '-' }}", "no words for true, false and null"),
+        ("invoked", VALUE, "{{ v if v is string or v is none else v | lower }}", "every call as the row says"),
         ("invoked", VALUE, "{{ v | trim if v is string else v | tojson }}", "every call as the row says"),
         ("invoked", "</arg>\n", "\n", "on either side of an argument's value"),
         ("invoked", "{{ k }}", "key", "neither one JSON object nor pairs"),
@@ -160,6 +166,45 @@ def test_the_schema_decides_what_a_bare_word_is() -> None:
     assert json.loads(arguments) == said
 
 
+SPELT = {
+    VALUE: JSON_SPELLING,
+    "{{ v if v is string else v | string }}": PYTHON_SPELLING,
+    "{{ v if v is string else v | tojson if v is mapping or v is iterable else v }}": replace(
+        PYTHON_SPELLING, is_python=False
+    ),
+    "{{ 'nil' if v is none else v if v is string else v | tojson }}": Spelling(null="nil"),
+}
+
+
+@pytest.mark.parametrize("value", SPELT)
+def test_the_template_decides_how_what_is_no_string_is_spelt(value: str) -> None:
+    """Null is its word for null, and any other word is text where a text is allowed; so are its lists and objects."""
+    source, spelling = PAIRS["own_lines"].replace(VALUE, value), SPELT[value]
+    row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    assert isinstance(row, CallRow) and row.pairs is not None and row.pairs.spelling == spelling
+    output_format = select_format("auto", source, (), None, row)
+    texts = [word for word in ("null", "None", "nil", "true", "True") if word not in (spelling.null, spelling.true)]
+    others = [None, True, 5, [True, None, "it's <b>"], {"a": {"b": False}}]
+    said = {f"key{index}": each for index, each in enumerate([*texts, *others])}
+    for types in (["string", "null", "boolean", "number", "array", "object"], None):
+        schema = {"properties": {key: {"type": types} for key in said}} if types else {}
+        tools = (ToolSpec("any", "", schema),)
+        [(_, arguments)], content = read(output_format, [rendered(source, [("any", said)])], tools)
+        assert json.loads(arguments) == said and content == ""
+    assert [read_argument(text, JSON_TYPES, spelling) for text in texts] == texts  # as where a call is read whole
+
+
+def test_a_value_that_is_no_text_is_read_in_any_spelling() -> None:
+    """What a model writes of a count or an object, in JSON or as its template shows it, can be nothing else."""
+    types: dict[str, object] = {"flag": "boolean", "none": "null", "list": "array", "object": "object"}
+    tools = (ToolSpec("any", "", {"properties": {key: {"type": kind} for key, kind in types.items()}}),)
+    json_spelt = {"flag": "true", "none": "null", "list": '[true, "a"]', "object": '{"a": null}'}
+    shown = {"flag": "True", "none": "None", "list": "[True, 'a']", "object": "{'a': None}"}
+    for texts in (json_spelt, shown):
+        [(_, arguments)], _ = read(family_of("shown").output_format, [written("shown", ("any", texts))], tools)
+        assert json.loads(arguments) == {"flag": True, "none": None, "list": [True, "a"], "object": {"a": None}}
+
+
 @every_form
 def test_a_string_goes_out_as_it_is_written(name: str) -> None:
     """The name with the first key, each piece of the value as it comes."""
@@ -233,6 +278,51 @@ def test_the_last_of_the_tags_that_end_a_call_may_be_missing() -> None:
 
 
 @every_form
+def test_prose_behind_a_call_without_its_last_tag_is_no_value(name: str) -> None:
+    """If nothing ends the call in the rest of the turn. A value that holds these tags is whole, wherever it ends."""
+    row = PAIRED[name]
+    assert row.pairs is not None
+    text = written(name, ("read_file", {"path": "a"}))
+    if name == "joined":
+        assert text.endswith(")[END_CALL]")  # one tag: what lacks it is no end
+        return
+    lacking = text[: text.rindex("<")].rstrip()
+    for behind in ("\nI look at <b>.", " So.\n", f"{lacking.partition('read_file')[2]} twice"):
+        found, content = read(family_of(name).output_format, [*lacking, *behind])
+        assert found == [("read_file", '{"path": "a"}')] and content == behind
+    end = lacking[lacking.rindex(row.pairs.closing.strip()) :]
+    value = f"x{end} and\n{end} y"
+    said = written(name, ("read_file", {"path": value, "lines": 3}))
+    [(_, arguments)], content = read(family_of(name).output_format, [*said])
+    assert json.loads(arguments) == {"path": value, "lines": 3} and content == ""
+
+
+@every_form
+def test_a_call_that_is_cut_in_its_first_key_is_not_lost(name: str) -> None:
+    """The first one or another: it has begun with what opens the key."""
+    said: tuple[str, JsonObject] = ("read_file", {"path": "a"})
+    for calls in ([said], [("any", {"b": "c"}), said]):
+        text = written(name, *calls)
+        text = text[: text.rindex("path") + 2]
+        for pieces in ([text], [*text]):
+            splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+            events = [event for piece in pieces for event in splitter.feed(piece)] + splitter.finish(cut=True)
+            ends = calls_of(events)
+            assert [end.call.name for end in ends] == [tool for tool, _ in calls]
+            assert ends[-1].is_cut and ends[-1].call.arguments == '{"pa'
+
+
+@every_form
+def test_a_second_key_that_breaks_off_goes_out_as_written(name: str) -> None:
+    """Behind the first argument, which is whole."""
+    text = written(name, ("read_file", {"path": "a", "lines": 3}))
+    splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+    events = [*splitter.feed(text[: text.rindex("lines") + 2]), *splitter.finish(cut=False)]
+    [end] = calls_of(events)
+    assert end.is_cut and end.call.arguments == '{"path": "a", "li'
+
+
+@every_form
 def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     """A call that the end cuts is no whole call, and nothing of it is lost."""
     text = written(name, ("read_file", {"path": "abcdef"}))
@@ -298,6 +388,40 @@ def test_a_forced_value_has_a_type_of_its_schema(name: str) -> None:
         assert case.accepts(grammar, written(name, ("choose", good))), good
     for bad in ({}, {"way": "down", "text": "a"}, {"text": "a", "list": ["b"]}, {"text": "a", "list": "b"}):
         assert not case.accepts(grammar, written(name, ("choose", bad))), bad
+
+
+@sampled_cells(lambda tokens, name: tokens is (name == "told"))
+@every_form
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_forced_text_ends_where_it_is_read_to_end(name: str, tokens: bool) -> None:
+    """It may hold what closes a value, or ends a call, alone; what the reader takes for its end cannot be written."""
+    case, row = setup(name, tags_are_tokens=tokens), PAIRED[name]
+    assert row.pairs is not None
+    grammar = case.grammar(ToolChoice("required"), tools=(READ,))
+    own = (f"a{row.pairs.closing}b", f"a{row.pairs.closing}", row.pairs.opening, row.call_end)
+    for value in () if tokens else own:  # as tokens these are no text
+        text = written(name, ("read_file", {"path": value, "lines": 3}))
+        assert case.accepts(grammar, text), value
+        [(_, arguments)], _ = read(family_of(name).output_format, [text])
+        assert json.loads(arguments) == {"path": value, "lines": 3}
+    for end in ends_of(row):
+        if len(end) > 1:
+            said = written(name, ("read_file", {"path": "a<here>b", "lines": 3}))
+            texts = [said.replace("<here>", f"{end[0]}{gap}{gap.join(end[1:])}") for gap in (" ", "\n \n", "\t")]
+            assert not tokens or case.accepts(grammar, said)
+            assert tokens or not any(case.accepts(grammar, text) for text in texts)
+
+
+def test_the_grammar_of_many_arguments_grows_with_their_number() -> None:
+    """Each is written once, also where something stands between two of them."""
+    sizes = []
+    for number in (40, 80):
+        keys = {f"key{index:03}": {"type": "string"} for index in range(number)}
+        tool = ToolSpec("many", "", {"type": "object", "properties": keys, "additionalProperties": False}, strict=True)
+        promise = setup("joined", tags_are_tokens=False).grammar(ToolChoice("required"), tools=(tool,))
+        assert promise is not None
+        sizes.append(len(promise.lark))
+    assert sizes[1] < 2.2 * sizes[0]
 
 
 def test_a_forced_key_ends_where_either_kind_of_value_begins() -> None:

@@ -12,11 +12,10 @@ import pytest
 import tokenizers
 
 from benchmarks.recordings import shared_folder
-from kvserve.app.model_factory import read_calls
+from kvserve.app.model_factory import row_of_calls
 from kvserve.core import CallRow
-from kvserve.output.formats import own_call_tag, select_format
+from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
-from kvserve.prompt.call_row import call_row
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -58,8 +57,7 @@ def real_family(name: str) -> Family:
 
 def _row(tokenizer: Tokenizer) -> CallRow | None:
     """The form of calls that is derived where no other one is read anyway."""
-    is_known = own_call_tag(tokenizer.chat_template or "") is not None
-    row = None if is_known else call_row(tokenizer, read_calls)
+    row = row_of_calls(tokenizer)
     return row if isinstance(row, CallRow) else None
 
 

@@ -58,6 +58,17 @@ def test_a_string_and_one_marked_block_are_the_same_message() -> None:
     assert messages({"role": "user", "content": "a"}) == messages(user({**TEXT, "cache_control": MARK}))
 
 
+def test_only_what_is_no_text_is_the_servers() -> None:
+    """A document's text and words for what cannot be read are the server's, a text block never."""
+    document = {"type": "document", "title": "t", "source": {"type": "text", "media_type": "text/plain", "data": "d"}}
+    pages = {"type": "document", "title": "t", "source": {"type": "content", "content": [TEXT, IMAGE, TEXT]}}
+    found = {"type": "search_result", "title": "t", "source": "s", "content": [TEXT]}
+    claimed = {**TEXT, "is_ours": True, "kind": "ours", "author": "server"}
+    [message] = messages(user(claimed, document, pages, found, {"type": "smell", "of": "pine"}))
+    told = [block.is_ours for block in message.blocks if isinstance(block, TextBlock)]
+    assert message.blocks[0] == TextBlock("a") and told == [False, *[True] * 6]
+
+
 def test_system_messages_in_the_middle_stay_where_they_are() -> None:
     """Hoisting one would change everything behind it."""
     sent = messages(user(TEXT), {"role": "system", "content": "note"}, assistant(TEXT), user(TEXT), system="rules")
@@ -137,15 +148,15 @@ PLAIN: dict[str, tuple[Any, Block]] = {
             "context": "C",
             "source": {"type": "text", "media_type": "text/plain", "data": "D"},
         },
-        TextBlock("T\nC\nD"),
+        TextBlock("T\nC\nD", is_ours=True),
     ),
     "document in blocks": (
         {"type": "document", "source": {"type": "content", "content": [TEXT, TEXT]}},
-        TextBlock("a\na"),
+        TextBlock("a\na", is_ours=True),
     ),
     "search result": (
         {"type": "search_result", "title": "T", "source": "https://h", "content": [TEXT]},
-        TextBlock("T\nhttps://h\na"),
+        TextBlock("T\nhttps://h\na", is_ours=True),
     ),
 }
 

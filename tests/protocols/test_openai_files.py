@@ -42,15 +42,15 @@ both = pytest.mark.parametrize("read", [of_chat, of_responses])
 )
 def test_a_text_file_is_its_text(read: Callable[..., object], data: str) -> None:
     """As a data URL or as base64 alone, below its name where it has one."""
-    assert read(file_data=data) == (TextBlock("näh\n"),)
-    assert read(file_data=data, filename="a.txt") == (TextBlock("a.txt\nnäh\n"),)
-    assert read(file_data=data, filename=None, file_id=None) == (TextBlock("näh\n"),)
+    assert read(file_data=data) == (TextBlock("näh\n", is_ours=True),)
+    assert read(file_data=data, filename="a.txt") == (TextBlock("a.txt\nnäh\n", is_ours=True),)
+    assert read(file_data=data, filename=None, file_id=None) == (TextBlock("näh\n", is_ours=True),)
 
 
 @both
 def test_an_empty_file_says_nothing_but_its_name(read: Callable[..., object]) -> None:
     """A name is something."""
-    assert read(file_data="data:text/plain;base64,", filename="a") == (TextBlock("a"),)
+    assert read(file_data="data:text/plain;base64,", filename="a") == (TextBlock("a", is_ours=True),)
 
 
 @both
@@ -67,7 +67,7 @@ def test_of_what_is_no_text_the_model_learns_the_name(
     read: Callable[..., object], file: dict[str, object], told: str
 ) -> None:
     """A client cannot take it out of its history; other documents would be guessed at."""
-    assert read(**file) == (TextBlock(f"[file: cannot be read here]{told}"),)
+    assert read(**file) == (TextBlock(f"[file: cannot be read here]{told}", is_ours=True),)
 
 
 @both

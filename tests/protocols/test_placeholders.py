@@ -136,7 +136,7 @@ def test_anthropics_blocks_in_words(name: str) -> None:
     role, block, expected = ANTHROPIC[name]
     around = {"type": "text", "text": "a"}
     [message] = read_anthropic({"role": role, "content": [around, block, around]}, "m")
-    assert message.blocks == (TextBlock("a"), TextBlock(expected), TextBlock("a"))
+    assert message.blocks == (TextBlock("a"), TextBlock(expected, is_ours=True), TextBlock("a"))
 
 
 def test_a_document_of_pages_keeps_its_images() -> None:
@@ -148,7 +148,11 @@ def test_a_document_of_pages_keeps_its_images() -> None:
         "source": {"type": "content", "content": [{"type": "text", "text": "1"}, page]},
     }
     [message] = read_anthropic({"role": "user", "content": [document]}, "m")
-    assert message.blocks == (TextBlock("T"), TextBlock("1"), ImageBlock("https://a.org/p.png"))
+    assert message.blocks == (
+        TextBlock("T", is_ours=True),
+        TextBlock("1", is_ours=True),
+        ImageBlock("https://a.org/p.png"),
+    )
 
 
 def test_a_mark_on_a_block_of_another_server_counts() -> None:
@@ -176,7 +180,7 @@ OPENAI: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("part", "expected"), OPENAI)
 def test_openais_parts_in_words(part: dict[str, Any], expected: str) -> None:
     """In messages of both protocols."""
-    wanted = Message("user", (TextBlock("a"), TextBlock(expected)))
+    wanted = Message("user", (TextBlock("a"), TextBlock(expected, is_ours=True)))
     content = [{"type": "text", "text": "a"}, part]
     assert read_openai({"role": "user", "content": content}, "m") == wanted
     assert read_items([{"role": "user", "content": content}], "input") == (wanted,)
@@ -261,7 +265,7 @@ def test_responses_items_in_words(item: dict[str, Any], expected: str) -> None:
     """They are part of the assistant's answer, between its thinking and its text."""
     thinking = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     text = {"role": "assistant", "content": "Done."}
-    blocks = (ThinkingBlock("hm"), TextBlock(f"\n{expected}\n"), TextBlock("Done."))
+    blocks = (ThinkingBlock("hm"), TextBlock(f"\n{expected}\n", is_ours=True), TextBlock("Done."))
     assert read_items([thinking, item, text], "input") == (Message("assistant", blocks),)
 
 
@@ -286,7 +290,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any], ToolCallBlock, tuple[TextBlock
             "output": [{"stdout": "a\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
         },
         ToolCallBlock("c", "shell", '{"action":{"commands":["ls"],"timeout_ms":5}}'),
-        (TextBlock("stdout: a\n\noutcome: exit\nexit_code: 0"),),
+        (TextBlock("stdout: a\n\noutcome: exit\nexit_code: 0", is_ours=True),),
     ),
     (
         {
@@ -297,7 +301,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any], ToolCallBlock, tuple[TextBlock
         },
         {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
         ToolCallBlock("c", "apply_patch", '{"operation":{"type":"delete_file","path":"a"}}'),
-        (TextBlock("status: failed"),),
+        (TextBlock("status: failed", is_ours=True),),
     ),
     (
         {
@@ -335,10 +339,14 @@ def test_a_users_word_to_a_server_is_the_users() -> None:
     [message] = read_items([approval], "input")
     assert (message.role, message.blocks) == (
         "user",
-        (TextBlock(f"[mcp_approval_response: {SERVER}]\napproval_request_id: r\napprove: false\nreason: no"),),
+        (
+            TextBlock(
+                f"[mcp_approval_response: {SERVER}]\napproval_request_id: r\napprove: false\nreason: no", is_ours=True
+            ),
+        ),
     )
     [message] = read_items([{"type": "note", "role": "user", "text": "x"}], "input")
-    assert message == Message("user", (TextBlock(f"[note: {SERVER}]\nx"),))
+    assert message == Message("user", (TextBlock(f"[note: {SERVER}]\nx", is_ours=True),))
 
 
 @pytest.mark.parametrize("block", [{"type": "smell"}, {"type": "smell", "id": "x", "data": BASE64}])

@@ -15,6 +15,7 @@ from kvserve.protocols.error_bodies import encode_openai_error
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.openai_completions import parse_completion
+from kvserve.protocols.openai_messages import read_message
 from tests.laws import num_examples
 
 DATA = Path(__file__).parent / "data"
@@ -182,3 +183,19 @@ def test_all_recordings_parse(defaults: RequestDefaults) -> None:
     assert chats
     for record in chats:
         assert len(parse_recorded(record, defaults).turn.messages) == len(record["body"]["messages"])
+
+
+CLAIMS = {"is_ours": True, "kind": "ours", "author": "server", "citations": [], "text": "x", "refusal": "x"}
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal"])
+def test_only_what_is_no_text_is_the_servers(kind: str) -> None:
+    """Whatever a client writes into a text part, it is the client's; parts that the server puts into words are not."""
+    unread = [
+        {"type": "video_url", "video_url": {"url": "u"}},
+        {"type": "input_audio"},
+        {"type": "file", "file": {"file_data": "eA=="}},
+    ]
+    told = read_message({"role": "user", "content": [{**CLAIMS, "type": kind}, *unread]}, "m").blocks
+    assert told[0] == TextBlock("x")
+    assert [block.is_ours for block in told if isinstance(block, TextBlock)] == [False, True, True, True]

@@ -1,8 +1,9 @@
 """Converts argument values between bare text (GLM, Qwen-coder) and JSON, by the tool's schema.
 
-Both forms write strings as they are and everything else as JSON. So text is a string if the schema says string, JSON if
-it says another type, and, if it allows both or says nothing, JSON if it is a JSON value of an allowed type other than
-string. Only then can a string be mistaken: one that reads like JSON.
+These forms write strings as they are and everything else in a spelling: JSON, or Python's words (`None`) and objects.
+So text is a string if the schema says string, a value in any spelling if it says another type, and, if it allows both
+or says nothing, a value of an allowed type in the form's own spelling, else a string. Only then can a string be
+mistaken: one that reads like such a value.
 
 A value that can only be a string goes to the call's draft as it arrives, any other value when it is finished.
 """
@@ -10,20 +11,16 @@ A value that can only be a string goes to the call's draft as it arrives, any ot
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvserve.core import ToolSpec
+from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import SPACE, Chain, ChainEnd, NotACall, ParsedCall, Reader, text_before
 from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
+from kvserve.output.tool_parsers.python_text import read_python
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 STRING = frozenset({"string"})
-_PYTHON_LITERALS: Mapping[str, tuple[object, str]] = {
-    "True": (True, "boolean"),
-    "False": (False, "boolean"),
-    "None": (None, "null"),
-}
+PYTHON_SPELLING = Spelling("True", "False", "None", is_python=True)
 _MAX_DEPTH = 32
-_WORDS = (("null", "null"), ("true", "boolean"), ("false", "boolean"))
 _NUMBER_CHARS = frozenset("+-.0123456789eE")
 _MAX_NUMBER_CHARS = 64
 
@@ -42,13 +39,29 @@ NO_LINES = OwnLines(before=False, behind=False)
 class TypedArguments:
     """Reads the arguments of one call of the tool `name`."""
 
-    def __init__(self, name: str, tools: Sequence[ToolSpec], draft: Draft, lines: OwnLines = NO_LINES) -> None:
+    def __init__(
+        self,
+        name: str,
+        tools: Sequence[ToolSpec],
+        draft: Draft,
+        lines: OwnLines = NO_LINES,
+        spelling: Spelling = JSON_SPELLING,
+    ) -> None:
         self._name = name
+        self._spelling = spelling
         self._schema = parameters_of(name, tools)
         self._draft = draft
         self._lines = lines
         self._values: dict[str, object] = {}
         self._occurs_twice = False
+
+    def open(self) -> None:
+        """Note that the call is certain, before its first key."""
+        self._draft.open(self._name)
+
+    def break_off(self) -> None:
+        """Begin the key that is not finished; its text stays held."""
+        self._draft.write_before('"' if self._values else '{"')
 
     def read(
         self,
@@ -70,7 +83,7 @@ class TypedArguments:
         if is_string is not None:
             said = STRING if is_string else JSON_TYPES - STRING
             types = types & said or said
-        value = _Value(self._draft, types, self._lines)
+        value = _Value(self._draft, types, self._lines, self._spelling)
         try:
             end = yield from text_before((more, *last), value.put, may_lack_end=may_lack_end)
         except NotACall:
@@ -96,8 +109,9 @@ class TypedArguments:
 class _Value:
     """One value as it is written."""
 
-    def __init__(self, draft: Draft, types: frozenset[str], lines: OwnLines) -> None:
+    def __init__(self, draft: Draft, types: frozenset[str], lines: OwnLines, spelling: Spelling) -> None:
         self._draft = draft
+        self._spelling = spelling
         self._types = types
         self._lines = lines
         self._text: list[str] = []
@@ -118,7 +132,7 @@ class _Value:
 
     def _write_certain(self) -> None:
         certain = self._waiting.removesuffix("\n") if self._lines.behind else self._waiting
-        if not self._is_string and certain and must_be_string(certain, self._types):
+        if not self._is_string and certain and must_be_string(certain, self._types, self._spelling):
             self._is_string = True
             self._draft.write('"')
         if self._is_string:
@@ -130,7 +144,7 @@ class _Value:
         text = "".join(self._text)
         if self._lines.behind:
             text = text.removesuffix("\n")
-        value = read_argument(text, self._types)
+        value = read_argument(text, self._types, self._spelling)
         self._draft.write('"' if self._is_string else write_json(value))
         return value
 
@@ -206,24 +220,44 @@ def type_names(value: object) -> frozenset[str]:
     return frozenset({names.get(type(value), "object")})
 
 
-def read_argument(text: str, types: frozenset[str]) -> object:
+def read_argument(text: str, types: frozenset[str], spelling: Spelling = JSON_SPELLING) -> object:
     """The value of `text` if `types` are allowed."""
     if types == {"string"}:
         return text
-    exact = "string" in types
-    if exact and text and (text[0] in SPACE or text[-1] in SPACE):
+    if "string" not in types:
+        return _read_other(text, types, spelling)
+    if text and (text[0] in SPACE or text[-1] in SPACE):
         return text
-    if not exact and text.strip() in _PYTHON_LITERALS and _PYTHON_LITERALS[text.strip()][1] in types:
-        return _PYTHON_LITERALS[text.strip()][0]
+    for word, meant in _words(spelling):
+        if text == word:
+            return meant if type_names(meant) & types else text
     try:
-        value = read_json(text)
-        fits = not isinstance(value, str) and bool(type_names(value) & types)
+        value = read_python(text) if spelling.is_python else read_json(text)
     except ValueError:
         return text
-    return value if fits or not exact else text
+    is_word = value is None or isinstance(value, bool)  # in another spelling than the form's
+    return text if is_word or isinstance(value, str) or not type_names(value) & types else value
 
 
-def must_be_string(text: str, types: frozenset[str]) -> bool:
+def _read_other(text: str, types: frozenset[str], spelling: Spelling) -> object:
+    """The value of a text that should be no string, in whatever spelling; the text itself where it is in none."""
+    for each in dict.fromkeys((spelling, PYTHON_SPELLING)):
+        for word, value in _words(each):
+            if text.strip() == word and type_names(value) & types:
+                return value
+    for read in (read_json, read_python) if spelling.is_python else (read_json,):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _words(spelling: Spelling) -> tuple[tuple[str, bool | None], ...]:
+    return (spelling.null, None), (spelling.true, True), (spelling.false, False)
+
+
+def must_be_string(text: str, types: frozenset[str], spelling: Spelling = JSON_SPELLING) -> bool:
     """Whether every value that begins with `text`, which is not empty, is read as a string where `types` are allowed.
     False also where that is not looked for, in a long number."""
     if "string" not in types:
@@ -236,9 +270,11 @@ def must_be_string(text: str, types: frozenset[str]) -> bool:
         case "-" | "0" | "1" | "2" | "3" | "4" | "5" | "6" | "7" | "8" | "9":
             is_long = len(text) > _MAX_NUMBER_CHARS
             return not types & {"number", "integer"} or (not is_long and not _NUMBER_CHARS.issuperset(text))
-    return not any(word.startswith(text) and name in types for word, name in _WORDS)
+    return not any(word.startswith(text) and type_names(value) & types for word, value in _words(spelling))
 
 
-def write_argument(value: object) -> str:
-    """A string as it is, anything else as JSON; `<` is escaped in JSON, so that no tag can stand in it."""
-    return value if isinstance(value, str) else write_json(value).replace("<", "\\u003c")
+def write_argument(value: object, spelling: Spelling = JSON_SPELLING) -> str:
+    """A string as it is, anything else in its spelling; `<` is escaped there, so that no tag can stand in it."""
+    if isinstance(value, str):
+        return value
+    return spelling.written(value).replace("<", "\\x3c" if spelling.is_python else "\\u003c")

@@ -58,6 +58,11 @@ class Draft:
             self._written.append(text)
             self._held = self._held[-num_ahead:] if num_ahead else []
 
+    def write_before(self, text: str) -> None:
+        """Write `text` before the held characters, which stay held."""
+        if self.name is not None:
+            self._written.append(text)
+
     def end_as_written(self, num_behind: int) -> None:
         """Write the held characters unchanged as the call's end, except the last `num_behind`."""
         self.write(self.held[: max(0, len(self._held) - num_behind)])

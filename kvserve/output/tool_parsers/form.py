@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvserve.core import CallRow, ToolSpec
+from kvserve.core import JSON_SPELLING, CallRow, Spelling, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 
 END = ""
@@ -69,7 +69,7 @@ class CallForm:
     If a call ends with its arguments, `follow` reads what may follow them, from one of `follow_tags` on: the next call,
     or the closing of the calls, which gives no call; no scan if the tag alone closes them. `closed` is the form of a
     call that may follow even then. `at_start`: the tag opens a call only at the beginning of an answer. Such a form was
-    derived from `row`.
+    derived from `row`. `spelling` is that of values that are bare text in it.
 
     `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are not JSON. Without it only a
     closing tag ends a broken call.
@@ -87,6 +87,7 @@ class CallForm:
     closed: "CallForm | None" = None
     broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
+    spelling: Spelling = JSON_SPELLING
 
 
 def parse_text(form: CallForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
@@ -188,11 +189,21 @@ class _ChainPlace:
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """The chain that was read, and how many of its characters stand behind its last tag but one; none where the text
-    ended before its last tag."""
+    """The chain that was read, and how many characters were read behind its last tag but one. None are where the text
+    ended before its last tag; with `lacks_end` that tag is missing, and all of these are other text."""
 
     chain: Chain
     num_last: int
+    lacks_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A chain that stood in the text without its last tag, and where it began and ended."""
+
+    chain: Chain
+    start: int
+    end: int
 
 
 def text_before(
@@ -201,29 +212,38 @@ def text_before(
     """Free text up to the first of `chains`, and that chain; `put` gets each piece as soon as it is certain.
 
     A tag without the rest of its chain is text. If the turn ends first, `put` gets the remaining text and NotACall is
-    raised; chains that `may_lack_end` are then whole without their last tag.
+    raised; chains that `may_lack_end` are then whole without their last tag, also where other text follows the first of
+    them: from there on `put` gets nothing before it is known.
     """
     firsts = frozenset(chain[0][0] for chain in chains)
     held, num_put = "", 0
     places: list[_ChainPlace] = []
+    lacking: _Lacking | None = None
     while True:
         char = yield
         if char == END:
             ends = (place for place in places if place.chain in may_lack_end and place.lacks_end)
-            if (end := next(ends, None)) is None:
-                put(held)
-                raise NotACall("the text is not finished")
-            put(held[: end.start - num_put])
-            return ChainEnd(end.chain, 0)
-        if not places and char not in firsts:
+            end = next(ends, None)
+            start = end.start if end is not None else lacking.start if lacking is not None else num_put + len(held)
+            put(held[: start - num_put])
+            if end is not None:
+                return ChainEnd(end.chain, 0)
+            if lacking is not None:
+                return ChainEnd(lacking.chain, num_put + len(held) - lacking.end, lacks_end=True)
+            raise NotACall("the text is not finished")
+        if not places and lacking is None and char not in firsts:
             num_put += 1
             put(char)
             continue
-        here = [*places, *(_ChainPlace(num_put + len(held), chain) for chain in chains)]
+        now = num_put + len(held)
+        here = [*places, *(_ChainPlace(now, chain) for chain in chains)]
         places = [moved for place in here if (moved := place.after(char)) is not None]
         held += char
         end = next((place for place in places if place.is_end), None)
-        start = end.start if end is not None else min((place.start for place in places), default=num_put + len(held))
+        if lacking is None and (lacks := [each for each in places if each.lacks_end and each.chain in may_lack_end]):
+            lacking = _Lacking(lacks[0].chain, lacks[0].start, now + 1)
+        known = end if end is not None else lacking
+        start = known.start if known is not None else min((place.start for place in places), default=now + 1)
         if start > num_put:
             put(held[: start - num_put])
             held, num_put = held[start - num_put :], start

@@ -2,8 +2,9 @@
 
 A value ends where the next key's tags or all tags that end a call follow it, with any white space between them; the
 same tags apart, or in another order, are the value's own text. A line end on either side of a value is the form's where
-the template writes one there; any other character is the value's. A call is certain with its first key. A tool that is
-not offered is called beside one that is, and else is text.
+the template writes one there; any other character is the value's. Where no such tags follow by the end of the turn, a
+value ends at the first place where all of them but the last one stand. A call is certain as its first key opens. A tool
+that is not offered is called beside one that is, and else is text.
 """
 
 import re
@@ -14,7 +15,17 @@ from functools import partial
 from kvserve.core import CallParts, CallRow, PairParts, ToolSpec
 from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, CallForm, Chain, NotACall, ParsedCall, Reader, Scan, text_before
+from kvserve.output.tool_parsers.form import (
+    END,
+    CallForm,
+    Chain,
+    ChainEnd,
+    NotACall,
+    ParsedCall,
+    Reader,
+    Scan,
+    text_before,
+)
 from kvserve.output.tool_parsers.json_text import write_json
 from kvserve.output.tool_parsers.row_paths import TAG, Offered, Path, PathPlace, after, steps_of
 
@@ -36,6 +47,12 @@ def form_of(row: CallRow, name: str) -> CallForm:
         follow=reading.follow if follow_tags else None,
         row=row,
     )
+
+
+def ends_of(row: CallRow) -> tuple[Chain, ...]:
+    """The tags at which a value ends: with those of the next key, and with all that end a call."""
+    reading = _Reading.of(row)
+    return reading.more, *reading.lasts
 
 
 def chain_of(text: str) -> Chain:
@@ -117,6 +134,16 @@ class _Reading:
         parts = map(_text, (row.opening, row.middle, row.between or (), row.closing))
         return (*parts, pairs.opening, pairs.value, pairs.other_value or "", pairs.closing, pairs.between)
 
+    @property
+    def more(self) -> Chain:
+        """What stands behind a value before the next key."""
+        return chain_of(self.values.closing + self.pairs.between + self.pairs.opening)
+
+    @property
+    def lasts(self) -> tuple[Chain, ...]:
+        """What may stand behind the last value."""
+        return tuple(dict.fromkeys(map(self._last, (self.next_call, self.close))))
+
     # --- scans --------------------------------------------------------------------------------------------------------
 
     def scan(self, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
@@ -142,11 +169,13 @@ class _Reading:
                 draft.before = tuple((call.name, write_json(dict(call.arguments))) for call in before)
                 draft.closing = (_text(self.row.closing)[len(self.row.call_end.rstrip()) :],)
             draft.is_other = not is_offered
-            arguments = TypedArguments(place.called, tools, draft, self.values.lines)
+            arguments = TypedArguments(place.called, tools, draft, self.values.lines, self.pairs.spelling)
             chain: Chain = self.end
             if not place.path.closes:
-                chain, num_last = yield from self._arguments(arguments)
-                draft.num_behind = num_last if counts and chain != self._last(()) else 0
+                end = yield from self._arguments(arguments)
+                chain = end.chain
+                is_behind = end.lacks_end or chain != self._last(())
+                draft.num_behind = end.num_last if counts and is_behind else 0
             before.append(arguments.call())
             if counts:
                 return before
@@ -162,22 +191,25 @@ class _Reading:
             yield Path(steps_of(lead, name, (middle + self.pairs.opening,)), name)
             yield Path(steps_of(lead, name, (middle + self.row.call_end.rstrip(),)), name, closes=True)
 
-    def _arguments(self, arguments: TypedArguments) -> Reader[tuple[Chain, int]]:
+    def _arguments(self, arguments: TypedArguments) -> Reader[ChainEnd]:
         """Reads the arguments from behind the opening of the first key on, up to what ends their call."""
+        arguments.open()
         string, other = self.values.leads
-        more = chain_of(self.values.closing + self.pairs.between + self.pairs.opening)
-        last = list(dict.fromkeys(map(self._last, (self.next_call, self.close))))
+        more = self.more
         may_lack_end = [self._last(self.close)] if self.close or len(self.end) > 1 else []
-        chain = more
-        while chain == more:
+        while True:
             key: list[str] = []
-            lead = yield from text_before([string, other], partial(_put_key, key))
+            try:
+                lead = yield from text_before([string, other], partial(_put_key, key))
+            except NotACall:
+                arguments.break_off()
+                raise
             is_string = None if self.pairs.other_value is None else lead.chain == string
-            found = yield from arguments.read(
-                "".join(key), more=more, last=last, may_lack_end=may_lack_end, is_string=is_string
+            end = yield from arguments.read(
+                "".join(key), more=more, last=self.lasts, may_lack_end=may_lack_end, is_string=is_string
             )
-            chain, num_last = found.chain, found.num_last
-        return chain, num_last
+            if end.chain != more:
+                return end
 
     def _last(self, behind: Chain) -> Chain:
         """What stands behind the last value: all tags that end a call, and the first one behind it."""

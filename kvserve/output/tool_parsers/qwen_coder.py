@@ -7,8 +7,9 @@ is whole without `</tool_call>`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
-from kvserve.core import ToolSpec
+from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments, write_argument
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
@@ -29,18 +30,18 @@ FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
 
 
-def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+def _scan(spelling: Spelling, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     """Reads what follows `<tool_call>`."""
     yield from one_of((yield from skip_space((yield))), (FUNCTION_OPEN,))
-    return (yield from _function(tools, (FUNCTION_CLOSE, CLOSE), draft))
+    return (yield from _function(spelling, tools, (FUNCTION_CLOSE, CLOSE), draft))
 
 
-def scan_bare(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+def _scan_bare(spelling: Spelling, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     """Reads what follows `<function=`."""
-    return (yield from _function(tools, (FUNCTION_CLOSE,), draft))
+    return (yield from _function(spelling, tools, (FUNCTION_CLOSE,), draft))
 
 
-def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
+def _function(spelling: Spelling, tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
     name = (yield from text_until((yield), ">")).strip()
     if not name or any(char.isspace() for char in name):
         raise NotACall("no name")
@@ -48,25 +49,42 @@ def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
     if tag == FUNCTION_CLOSE:
         for outer in closing[1:]:
             yield from end_of_call([(outer,)])
-    arguments = TypedArguments(name, tools, draft, OwnLines(before=True, behind=True))
+    arguments = TypedArguments(name, tools, draft, OwnLines(before=True, behind=True), spelling)
     more, last = (PARAMETER_CLOSE, PARAMETER_OPEN), (PARAMETER_CLOSE, *closing)
     while tag == PARAMETER_OPEN:
         key = yield from text_until((yield), ">")
         end = yield from arguments.read(key, more=more, last=[last], may_lack_end=[last] * (len(closing) > 1))
+        draft.num_behind = end.num_last if end.lacks_end else 0
         tag = end.chain[1]
     return [arguments.call()]
 
 
 _INNER_TAGS = (PARAMETER_OPEN, PARAMETER_CLOSE, FUNCTION_CLOSE)
-QWEN_CODER = CallForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
-QWEN_CODER_BARE = CallForm(
-    "qwen_coder_bare",
-    FUNCTION_OPEN,
-    scan_bare,
-    stray_close=CLOSE,
-    inner_tags=_INNER_TAGS,
-    close_tags=(FUNCTION_CLOSE,),
-)
+
+
+def forms(spelling: Spelling) -> tuple[CallForm, CallForm]:
+    """The form with its outer tags and without, where what is no string is spelt like this."""
+    outer = CallForm(
+        "qwen_coder",
+        OPEN,
+        partial(_scan, spelling),
+        inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE),
+        close_tags=(CLOSE,),
+        spelling=spelling,
+    )
+    bare = CallForm(
+        "qwen_coder_bare",
+        FUNCTION_OPEN,
+        partial(_scan_bare, spelling),
+        stray_close=CLOSE,
+        inner_tags=_INNER_TAGS,
+        close_tags=(FUNCTION_CLOSE,),
+        spelling=spelling,
+    )
+    return outer, bare
+
+
+QWEN_CODER, QWEN_CODER_BARE = forms(JSON_SPELLING)
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
