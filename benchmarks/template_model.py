@@ -18,6 +18,7 @@ from kvserve.prompt.boundaries import MessageMarkers, learn_markers
 from kvserve.prompt.call_row import NoRow
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
+from kvserve.prompt.thinking_tags import own_thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.requests.call_ids import CallIds
@@ -53,7 +54,7 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
     derived = row if isinstance(row, CallRow) else None
     parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    output_format = select_format("auto", source, added, foreign, derived)
+    output_format = select_format("auto", source, added, foreign, derived, own_thinking_tags(tokenizer))
     template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row)
     markers = learn_markers(tokenizer, template)
     stitcher = Stitcher.of(tokenizer, template, markers)

@@ -145,14 +145,14 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
             return text
         before, num_said = talk.stitched(prompt), len(talk.messages)
         kept = talk.answer(odd_ids(model, text, number))
-        if (misread := _misread(talk.messages[-1], turn)) is not None:
-            return misread
-        talk.messages += _what_follows(talk.messages[-1], number)
+        if (reason := misread(talk.messages[-1], turn)) is not None:
+            return reason
+        talk.messages += what_follows(talk.messages[-1], number)
         after = talk.stitched(talk.prompt())
         num_kept = num_common(kept, after.ids)
         if num_kept == len(kept):
             continue
-        if num_kept >= len(before.ids) - len(before.tail_ids) and _is_dropped(model, reference, talk):
+        if num_kept >= len(before.ids) - len(before.tail_ids) and is_dropped(model, reference, talk):
             return Dropped("the template drops earlier thinking")
         same = moved(model, reference, Conversation(tuple(talk.messages), talk.tools, talk.thinking), num_said)
         if same is not None and model.tokenizer.decode(after.ids[:num_kept]).startswith(same):
@@ -161,7 +161,7 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
     return None
 
 
-def _misread(echoed: Wire, turn: Wire) -> str | None:
+def misread(echoed: Wire, turn: Wire) -> str | None:
     """Whether what the client was sent is another message than the model's."""
     wanted = [each["function"]["name"] for each in turn.get("tool_calls") or ()]
     found = [each["function"]["name"] for each in echoed.get("tool_calls") or ()]
@@ -174,12 +174,12 @@ def _misread(echoed: Wire, turn: Wire) -> str | None:
     return None
 
 
-def _what_follows(echoed: Wire, number: int) -> list[Wire]:
+def what_follows(echoed: Wire, number: int) -> list[Wire]:
     calls = echoed.get("tool_calls") or ()
     return [result(each["id"], f"result {number}") for each in calls] or [user(f"And then, {number}?")]
 
 
-def _is_dropped(model: Model, reference: Reference, talk: Talk) -> bool:
+def is_dropped(model: Model, reference: Reference, talk: Talk) -> bool:
     """Whether transformers leaves the thinking out too, and the template has no switch to keep it."""
     if not any(message.get("reasoning_content") for message in talk.messages):
         return False

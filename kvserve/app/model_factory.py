@@ -39,6 +39,7 @@ from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.thinking_tags import own_thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.requests.call_ids import CallIds
 from kvserve.requests.served_model import ServedModel
@@ -292,12 +293,12 @@ def _output_format(
 ) -> OutputFormat:
     """How the model marks its output. `row` is how its template writes calls, None where they are read anyway; mlx-lm
     is asked only where that could not be told."""
-    template = tokenizer.chat_template or ""
+    template, thinking = tokenizer.chat_template or "", own_thinking_tags(tokenizer)
     if not isinstance(row, NoRow):
-        return select_format(settings.model_family, template, added_tokens, None, row)
+        return select_format(settings.model_family, template, added_tokens, None, row, thinking)
     parser = library_tool_parser(folder, tokenizer.chat_template)
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign)
+    return select_format(settings.model_family, template, added_tokens, foreign, thinking=thinking)
 
 
 # --- the form of calls -----------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class BlobTrie:
             return entry
 
     def _note_who_passed(self, state: Entry, position: Position) -> None:
-        """A new state is used by everybody whose requests came as far as it stands, not only by the one who wrote it."""
+        """A new state is used by everybody whose requests came as far as it stands, whoever wrote it."""
         for user, depth in self._paths.entry_of(position.node).users.items():
             if depth >= position.depth:
                 self._uses.note(state, user, position.depth)

@@ -114,13 +114,14 @@ def select_format(
     special_tokens: Collection[str],
     foreign: ForeignCallForm | None,
     row: CallRow | None = None,
+    thinking: tuple[str, str] | None = None,
 ) -> OutputFormat:
     """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
 
     `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
     `row` is the template's own form of calls, `foreign` another library's reader of them. A foreign form that begins
     with a tag that is read here is not used: the readers here are exact. Of such a row only the spelling of values is
-    taken.
+    taken. `thinking` are the template's own tags, where no family that is known has them.
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
@@ -133,11 +134,14 @@ def select_format(
         forms = (foreign.form(), *forms)
     if {harmony.CHANNEL, harmony.MESSAGE} <= set(special_tokens):
         return OutputFormat("harmony", None, forms, channels="harmony")
+    if thinking is not None:
+        opening, closing = thinking
+        return OutputFormat(forms[0].name, ThinkingTags(opening, closing, opening in special_tokens), forms)
     if "<think>" not in special_tokens:
-        for tokens, name, thinking, silent_tags in _BY_VOCABULARY:
+        for tokens, name, known, silent_tags in _BY_VOCABULARY:
             if set(tokens) <= set(special_tokens):
                 of_calls = {tag for form in forms if form.row is not None for tag in (form.open_tag, *form.inner_tags)}
-                return OutputFormat(name, thinking, forms, tuple(tag for tag in silent_tags if tag not in of_calls))
+                return OutputFormat(name, known, forms, tuple(tag for tag in silent_tags if tag not in of_calls))
     return OutputFormat(forms[0].name, THINK, forms)
 
 

@@ -13,8 +13,9 @@ from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock,
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.pair_row import Unlike, behind_pairs, find_pairs, hard_pairs, typed_tools
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
-from kvserve.prompt.steps import Kind, PromptStep, WireForm, message_dict, tool_dicts, wire_id
+from kvserve.prompt.steps import THINK_TAGS, Kind, PromptStep, ThinkTags, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
+from kvserve.prompt.thinking_tags import thinking_tags
 from kvserve.prompt.token_replay import MessageParts
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
@@ -54,12 +55,14 @@ class _NotJson(Unlike):
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """Renders calls in one wire form, followed by `ending`. `parallel`: a message may hold several."""
+    """Renders calls in one wire form, followed by `ending`. `parallel`: a message may hold several. `tags` are those of
+    thinking."""
 
     prober: Prober
     form: WireForm
     ending: tuple[Kind, ...]
     parallel: bool
+    tags: tuple[ThinkTags, ...]
 
     def answer(self) -> tuple[str, str]:
         """The text before and behind a plain answer."""
@@ -108,16 +111,17 @@ def call_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | NoRow:
 
 def find_call_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | NoRow:
     """The row of the template's calls, verified with `reads`, or why there is none."""
-    prober = Prober(template, tools=(PROBE_TOOL,), arguments=keep_arguments(template))
+    own = thinking_tags(template)
+    prober = Prober(template, (PROBE_TOOL,), keep_arguments(template), own or THINK_TAGS)
     dialect = probe(prober)
     if dialect is None:
         return NoRow("it cannot be rendered")
     if not dialect.calls:
         return NoRow(_why_no_calls(prober, dialect.form))
-    reasons = []
+    reasons, tags = [], REASONING_TAGS if own is None else (own, *REASONING_TAGS)
     for ending in _ENDINGS:
         try:
-            row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls), reads)
+            row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls, tags), reads)
             return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
         except Unlike as unlike:
             reasons.append(str(unlike))
@@ -239,7 +243,7 @@ def _check_shape(asker: _Asker, row: CallRow) -> None:
         return
     if row.pairs is not None or not row.opening[0].startswith("{"):
         raise Unlike(f"no tag stands before a call: {row.opening[0]!r}")
-    if any(opening in asker.prober.template.source for opening, _ in REASONING_TAGS):
+    if any(opening in asker.prober.template.source for opening, _ in asker.tags):
         raise Unlike("a call without a tag cannot be told from text behind thinking")
 
 
@@ -304,7 +308,7 @@ def _own_opening(asker: _Asker, before_answer: str, before: CallParts) -> CallPa
     if begun is not None and length < len(before_answer):
         length = begun.start()
     own = text[length:].lstrip()
-    for opening, closing in REASONING_TAGS:
+    for opening, closing in asker.tags:
         if own.startswith(opening) and closing in own:
             own = own.partition(closing)[2].lstrip()
     own = own.removeprefix(asker.form.empty_text.get("assistant", "")).lstrip()
@@ -345,12 +349,20 @@ def _check(asker: _Asker, row: CallRow, reads: ReadsCalls) -> None:
         if closing is None:
             raise Unlike("it does not end calls as the row says")
         reasoning, content, found = reads(row, tools, text[start : closing.end()])
-        if reasoning or content or [(name, json.loads(read)) for name, read in found] != _meant(calls):
+        if reasoning or content or [(name, _value(read)) for name, read in found] != _meant(calls):
             raise Unlike("calls are not read as it writes them")
 
 
 def _meant(calls: Sequence[ToolCallBlock]) -> list[tuple[str, object]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def _value(arguments: str) -> object:
+    """The arguments that were read, as text where they are not JSON."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def _behind_user(text: str) -> str:
@@ -359,7 +371,7 @@ def _behind_user(text: str) -> str:
 
 def _header(asker: _Asker, text: str) -> str:
     """A message's header without thinking, and without words for no text, at its end."""
-    words = (*(tag for tags in REASONING_TAGS for tag in tags), asker.form.empty_text.get("assistant", ""))
+    words = (*(tag for tags in asker.tags for tag in tags), asker.form.empty_text.get("assistant", ""))
     while True:
         shorter = text.rstrip()
         for word in words:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock, ToolSpec
+from kvserve.prompt.call_arguments import parsed_arguments
 from kvserve.prompt.steps import (
     ROLES,
     PromptStep,
@@ -17,7 +18,6 @@ from kvserve.prompt.steps import (
     hermes_call,
     hermes_result,
     named,
-    parsed_arguments,
 )
 
 FUNCTION, ARGUMENT, VALUE = "FUNCTION", "ARGUMENT", "VALUE"

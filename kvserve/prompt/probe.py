@@ -14,11 +14,12 @@ from kvserve.prompt.control import Sample
 from kvserve.prompt.steps import (
     INLINE,
     ROLES,
-    THINK_CLOSE,
+    THINK_TAGS,
     THINKING_PART,
     CallIds,
     Kind,
     PromptStep,
+    ThinkTags,
     WireForm,
     message_dict,
     tool_dicts,
@@ -36,7 +37,7 @@ REASONING_FORMS = (
     ("thinking", ("thinking",)),
     ("reasoning", ("reasoning",)),
     (THINKING_PART, ("'thinking'", '"thinking"')),
-    (INLINE, (THINK_CLOSE,)),
+    (INLINE, ()),
 )
 STAND_IN_FOR_EMPTY = "(empty)"
 
@@ -65,12 +66,13 @@ NEXT_KINDS: tuple[Kind, ...] = ("system", "later_system", "user", "assistant", "
 @dataclass(frozen=True, slots=True)
 class Prober:
     """Renders conversations with one template. With `tools` each is rendered with a tool, which changes what some
-    templates accept. `arguments` keep past reasoning, if the template has such arguments.
+    templates accept. `arguments` keep past reasoning, if the template has such arguments. `think_tags` are its own.
     """
 
     template: CompiledTemplate
     tools: tuple[ToolSpec, ...] = ()
     arguments: Mapping[str, object] | None = None
+    think_tags: ThinkTags = THINK_TAGS
 
     def render(
         self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True, keep: bool = False
@@ -142,7 +144,7 @@ def _call(call_id: str) -> ToolCallBlock:
 
 def probe(prober: Prober) -> Dialect | None:
     """The dialect of the prober's template, None if it cannot render one user message."""
-    form = WireForm()
+    form = WireForm(think_tags=prober.think_tags)
     if not prober.shows(talk(["user"]), form):
         form = replace(form, content_as_list=True)
         if not prober.shows(talk(["user"]), form):
@@ -154,8 +156,7 @@ def probe(prober: Prober) -> Dialect | None:
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
     form = replace(form, joints=dict(_joints(prober, dialect)), cuts_inline=frozenset(_cuts_inline(prober, dialect)))
     dialect = replace(dialect, form=form)
-    if dialect.calls:
-        dialect = _probe_call_shapes(prober, dialect)
+    dialect = _probe_call_shapes(prober, dialect) if dialect.calls else dialect
     return replace(dialect, order=frozenset(_order(prober, dialect)))
 
 
@@ -216,9 +217,8 @@ def _joints(prober: Prober, dialect: Dialect) -> Iterator[tuple[str, str]]:
         *lead, last = talk(kinds)
         rest = talk(["user"]) if kinds[-1] == "system" else []
         texts = ("kwleft", "kwright")
-        parts = [{"type": "text", "text": text} for text in texts]
         dicts = [message_dict(step, dialect.form) for step in (*lead, last, *rest)]
-        dicts[len(lead)]["content"] = parts
+        dicts[len(lead)]["content"] = [{"type": "text", "text": text} for text in texts]
         tools = tool_dicts(prober.tools, dialect.form)
         text = prober.template.render(dicts, tools, add_generation_prompt=True, arguments={})
         if isinstance(text, str) and in_order(text, texts):
@@ -306,7 +306,7 @@ def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
         places.append([user, replace(calls, reasoning="kwreasoning"), result])
     for name, hints in REASONING_FORMS:
         tried = replace(form, reasoning=name)
-        is_known = any(hint in prober.template.source for hint in hints)
+        is_known = any(hint in prober.template.source for hint in hints or prober.think_tags[1:])
         if is_known and any(prober.shows_reasoning(steps, tried) for steps in places):
             return replace(tried, keeps_think_tags=_keeps_think_tags(prober, tried))
     return form
@@ -336,7 +336,7 @@ def _cuts_inline(prober: Prober, dialect: Dialect) -> Iterator[tuple[Kind, bool]
 
 def _keeps_think_tags(prober: Prober, form: WireForm) -> bool:
     """Whether a literal </think> in an answer costs the text before it, and an empty reasoning field saves it."""
-    steps = [*talk(["user"]), PromptStep("assistant", "kwbefore</think>kwafter"), *talk(["user"])]
+    steps = [*talk(["user"]), PromptStep("assistant", f"kwbefore{form.think_tags[1]}kwafter"), *talk(["user"])]
     return not prober.shows(steps, form) and prober.shows(steps, replace(form, keeps_think_tags=True))
 
 

@@ -5,15 +5,13 @@ It knows the blocks of core/ and the dicts that Hugging Face templates read, not
 
 import hashlib
 import json
-import math
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from itertools import groupby
 from types import MappingProxyType
-from typing import Literal, NoReturn
+from typing import Literal
 
 from kvserve.core import (
     Block,
@@ -27,6 +25,7 @@ from kvserve.core import (
     ToolSpec,
 )
 from kvserve.errors import BadRequest
+from kvserve.prompt.call_arguments import parsed_arguments
 from kvserve.prompt.compiled import MessageDict, ToolDict
 
 # `start` and `end` stand for the borders of a conversation; `later_system` is a system message after anything else,
@@ -47,8 +46,11 @@ ROLES: Mapping[Kind, str] = {
 }
 
 _NINE_CHARACTERS = re.compile(r"[A-Za-z0-9]{9}")
+type ThinkTags = tuple[str, str]
+"""The tag that opens thinking and the one that closes it."""
+
 THINK_CLOSE = "</think>"
-THINK_OPEN = "<think>"
+THINK_TAGS: ThinkTags = ("<think>", THINK_CLOSE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,13 @@ class WireForm:
     """How one template wants message dicts.
 
     `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
-    `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
+    `keeps_think_tags`: an empty reasoning saves a literal closing tag in the content. `wraps_raw_arguments`: arguments
     that are not a JSON object are put into one. `empty_text` is the replacement of empty text per role, `fills_calls`
     whether it is also used beside calls. The messages of `named_roles` are written with their names.
     `describes_every_tool`: the template fails for a tool without a description. `joints` is what it writes between two
     texts of a message, per role; texts of other roles get a line each. `cuts_inline`: for these kinds, behind a result
-    or not, the template cuts inline reasoning off as soon as something follows.
+    or not, the template cuts inline reasoning off as soon as something follows. `think_tags` are those of reasoning in
+    a text.
     """
 
     content_as_list: bool = False
@@ -125,6 +128,7 @@ class WireForm:
     describes_every_tool: bool = False
     joints: Mapping[str, str] = field(default_factory=dict)
     cuts_inline: frozenset[tuple[Kind, bool]] = frozenset()
+    think_tags: ThinkTags = THINK_TAGS
 
 
 def steps_of(
@@ -266,7 +270,8 @@ def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
     message: MessageDict = {"role": role}
     has_field = form.reasoning is not None and form.reasoning not in (INLINE, THINKING_PART)
     if step.reasoning and form.reasoning == INLINE:
-        text = f"{THINK_OPEN}\n{step.reasoning}\n{THINK_CLOSE}\n\n{text}"
+        opening, closing = form.think_tags
+        text = f"{opening}\n{step.reasoning}\n{closing}\n\n{text}"
     elif has_field and role == "assistant" and (step.reasoning or _guards_tags(text, form)):
         message[str(form.reasoning)] = step.reasoning
     if step.reasoning and form.reasoning == THINKING_PART:
@@ -290,7 +295,8 @@ def _guards_tags(text: str, form: WireForm) -> bool:
 
     Text that opens with <think> is thinking that a client sends back; the template handles it.
     """
-    return form.keeps_think_tags and THINK_CLOSE in text and not text.lstrip().startswith(THINK_OPEN)
+    opening, closing = form.think_tags
+    return form.keeps_think_tags and closing in text and not text.lstrip().startswith(opening)
 
 
 def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm) -> dict[str, object]:
@@ -304,41 +310,6 @@ def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm) -> 
     number = place if form.call_ids == "numbered_in_message" else number
     call_id = wire_id(form.call_ids, call.call_id, call.name, number)
     return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def parsed_arguments(text: str) -> dict[str, object] | None:
-    """The JSON object in a call's arguments, {} for empty text, None for anything else.
-
-    None also for an object that would lose something on the way to the template: one of two equal keys, or a number
-    beyond a double (1e400, 0.10000000000000000001). Its text is then written as it was sent.
-    """
-    if not text.strip():
-        return {}
-    try:
-        value = json.loads(
-            text, object_pairs_hook=_single_keys, parse_float=_exact_float, parse_constant=_refuse_constant
-        )
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _single_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key stands twice")
-    return value
-
-
-def _exact_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value) or Decimal(digits) != Decimal(repr(value)):
-        raise ValueError("no double is this number")
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:

@@ -17,6 +17,7 @@ from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
+from kvserve.prompt.steps import ThinkTags
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.token_replay import MessageParts, ReadsMessages, ReplayPlaces, Unit, behind_header, find_units
 from kvserve.prompt.tokenizer import Tokenizer
@@ -227,7 +228,7 @@ class Stitcher:
                 continue
             if not _names_alike(emitted, units[span.start : span.stop], says):
                 continue
-            closing = _closing(emitted, units[span.stop - 1], says)
+            closing = _closing(emitted, units[span.stop - 1], says, self._layout.reasoning_tags)
             if closing is None:
                 continue
             replays[start] = _Replay(stop, emitted, closing)
@@ -306,14 +307,14 @@ def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: ReadsMessages) -
     return all(mine in ("", theirs) for mine, theirs in pairs)
 
 
-def _closing(emitted: _Emitted, last: Unit, says: ReadsMessages) -> str | None:
+def _closing(emitted: _Emitted, last: Unit, says: ReadsMessages, tags: Sequence[ThinkTags]) -> str | None:
     """The template's closing text of an answer that was cut in its thinking, without which the model would continue the
     thinking later; "" for any other answer, None if it is unknown. `last` is the end of the turn with the same content.
     """
     reasoning, content, calls = emitted.said or ("", "", ())
     if content or calls:
         return ""
-    opened = open_tag(emitted.text)
+    opened = open_tag(emitted.text, tags)
     thought = reasoning or (opened[0] if opened is not None else "")
     if not thought or not emitted.text.rstrip().endswith(thought):
         return ""

@@ -16,8 +16,9 @@ from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown,
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample, talk
-from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts
+from kvserve.prompt.steps import THINK_TAGS, PromptStep, ThinkTags, WireForm, steps_of, tool_dicts
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
+from kvserve.prompt.thinking_tags import thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.tool_form import find_tool_form, shown_call
 from kvserve.prompt.tool_words import ToolDescriber, ToolWords
@@ -71,7 +72,7 @@ class RenderedPrompt:
 @dataclass(frozen=True, slots=True)
 class _TemplateProfile:
     """A template with what it accepts: without tools (None: it fails without any), with tools (None: it writes none),
-    its switches, and its description of tools (None: unknown)."""
+    its switches, its description of tools (None: unknown), and tags of thinking that no known family has."""
 
     template: CompiledTemplate
     dialect: Dialect | None
@@ -80,6 +81,7 @@ class _TemplateProfile:
     sample: Sample
     tool_form: ToolDescriber | None
     shown_call: str | None
+    own_tags: ThinkTags | None = None
 
     @property
     def in_words(self) -> Dialect | None:
@@ -93,7 +95,8 @@ class _TemplateProfile:
 def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _TemplateProfile | None:
     """The template's profile, None if it cannot render one user message with or without a tool; `row` is its form of
     calls."""
-    prober = Prober(template, arguments=keep_arguments(template))
+    own_tags = thinking_tags(template)
+    prober = Prober(template, arguments=keep_arguments(template), think_tags=own_tags or THINK_TAGS)
     dialect = probe(prober)
     with_tools = replace(prober, tools=(PROBE_TOOL,))
     tool_dialect = probe(with_tools)
@@ -112,7 +115,7 @@ def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Template
     if dialect is None:  # nothing is written without tools, and a tag that stands there is no call's own
         text = asked.render(talk(["user"]), spoken.form)
         found = replace(found, user=text, talk=text) if isinstance(text, str) else found
-    return _TemplateProfile(template, dialect, tool_dialect, switches, found, form, called)
+    return _TemplateProfile(template, dialect, tool_dialect, switches, found, form, called, own_tags)
 
 
 class ChatTemplate:
@@ -143,6 +146,16 @@ class ChatTemplate:
         """Forget earlier conversations."""
         for _, memory in self._memories:
             memory.clear()
+
+    @property
+    def own_tags(self) -> ThinkTags | None:
+        """The tags of thinking that the template writes and no known family has."""
+        return self._profile.own_tags if self._profile is not None else None
+
+    @property
+    def reasoning_tags(self) -> tuple[ThinkTags, ...]:
+        """The tags that may open thinking."""
+        return REASONING_TAGS if self.own_tags is None else (self.own_tags, *REASONING_TAGS)
 
     @property
     def needed_tools(self) -> tuple[ToolSpec, ...]:
@@ -241,7 +254,7 @@ class ChatTemplate:
             words = self._tool_words(dialect, tools)
             conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
             offered = tool_dicts(tools, dialect.form) if dialect.tools else None
-            writer = Writer(profile.template, dialect.form, offered, arguments)
+            writer = Writer(profile.template, dialect.form, offered, arguments, self.reasoning_tags)
             written = writer.write(conformed)
             if isinstance(written, RenderedText):
                 notes = (*refusals, *conformed.notes)

@@ -10,6 +10,7 @@ from itertools import takewhile
 from kvserve.core import Message, TextBlock, ToolCallBlock, ToolResultBlock
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.probe import PROBE_TOOL
+from kvserve.prompt.steps import ThinkTags
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
@@ -36,7 +37,7 @@ class TurnLayout:
     it writes none. `result_header` is what answers to a tool's result begin with where they have no such header: the
     token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
     `others` behind it is no answer. `tails` are what a prompt's end has behind the header and
-    an answer in history has not.
+    an answer in history has not. `reasoning_tags` may open thinking there.
     """
 
     openers: frozenset[str]
@@ -47,6 +48,7 @@ class TurnLayout:
     result_end: str = ""
     others: frozenset[str] = frozenset()
     tails: frozenset[str] = frozenset()
+    reasoning_tags: tuple[ThinkTags, ...] = REASONING_TAGS
 
     @property
     def headers(self) -> tuple[str, ...]:
@@ -73,13 +75,15 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     ends |= {end} - openers
     shown = [_from_last(text[:answer], openers)]
     shown += [_from_last(_written(template, _QUESTION, thinking=thinking), openers) for thinking in (False, True)]
-    header = _shared_header(tokenizer, shown)
+    header = _shared_header(tokenizer, shown, template.reasoning_tags)
     is_anyones = not header or _from_last(text[:later], openers).startswith(header)
     ends -= {token for token in ends if token in header}
     if is_anyones:
         return TurnLayout(openers, ends, end=end)
     kept, *tails = (text.removeprefix(header) for text in shown)
-    layout = TurnLayout(openers, ends, header, end, tails=frozenset(tails) - {kept})
+    layout = TurnLayout(
+        openers, ends, header, end, tails=frozenset(tails) - {kept}, reasoning_tags=template.reasoning_tags
+    )
     return _with_result_header(template, layout, added.values())
 
 
@@ -147,10 +151,10 @@ def _from_last(text: str, openers: frozenset[str]) -> str:
     return text[start:] if start >= 0 else ""
 
 
-def _shared_header(tokenizer: Tokenizer, shown: Sequence[str]) -> str:
+def _shared_header(tokenizer: Tokenizer, shown: Sequence[str], tags: Sequence[ThinkTags]) -> str:
     """The common beginning of the texts, in whole tokens and without the reasoning that follows in some."""
     rows = zip(*(tokenizer.encode(text) for text in shown), strict=False)
     header = tokenizer.decode([row[0] for row in takewhile(lambda row: len(set(row)) == 1, rows)])
-    for opening, _ in REASONING_TAGS:
+    for opening, _ in tags:
         header = header.partition(opening)[0]
     return header if all(text.startswith(header) for text in shown) else ""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict, Refusal, ToolDict
 from kvserve.prompt.conform import Conformed
-from kvserve.prompt.steps import PromptStep, WireForm, message_dict
+from kvserve.prompt.steps import PromptStep, ThinkTags, WireForm, message_dict
 
 # The opening and closing tags of reasoning. A prompt that ends with an opening tag starts inside reasoning.
-REASONING_TAGS = (
+REASONING_TAGS: tuple[ThinkTags, ...] = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("<longcat_think>", "</longcat_think>"),
@@ -37,26 +37,29 @@ class RenderedText:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """One template with a request's fixed values."""
+    """One template with a request's fixed values, and the tags of reasoning to look for."""
 
     template: CompiledTemplate
     form: WireForm
     tools: Sequence[ToolDict] | None
     arguments: Mapping[str, object]
+    reasoning_tags: Sequence[ThinkTags] = REASONING_TAGS
 
     def write(self, conversation: Conformed) -> RenderedText | Refusal:
         """The conversation up to where the model continues."""
         if conversation.continues:
             return self._continued(conversation.dicts[:-1], conversation.steps[-1])
         text = self._render(conversation.dicts, tail=True)
-        return text if isinstance(text, Refusal) else RenderedText(text, open_tag(text) is not None)
+        if isinstance(text, Refusal):
+            return text
+        return RenderedText(text, open_tag(text, self.reasoning_tags) is not None)
 
     def _render(self, messages: Sequence[MessageDict], *, tail: bool) -> str | Refusal:
         return self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
 
     def _continued(self, before: Sequence[MessageDict], said: PromptStep) -> RenderedText | Refusal:
         """The text up to the end of the assistant's unfinished message, its white space included."""
-        last = _with_open_reasoning(said, self.form)
+        last = _with_open_reasoning(said, self.form, self.reasoning_tags)
         thinks = bool(last.reasoning) and not last.text
         marked = (
             replace(last, reasoning=last.reasoning + CONTINUATION_MARK)
@@ -78,25 +81,25 @@ class Writer:
         text = self._render(before, tail=True)
         if isinstance(text, Refusal):
             return text
-        opened = open_tag(text)
+        opened = open_tag(text, self.reasoning_tags)
         if opening is not None:
             return RenderedText(text + (last.reasoning if opened else opening), bool(opened or opening))
         closing = f"{last.reasoning}\n{opened[1]}\n\n" if opened else ""
         return RenderedText(text + closing + last.text, opens_reasoning=False, begun=last.text)
 
 
-def open_tag(text: str) -> tuple[str, str] | None:
+def open_tag(text: str, tags: Sequence[ThinkTags] = REASONING_TAGS) -> ThinkTags | None:
     """The reasoning tag, with its closing one, that is open at the end of a prompt."""
     end = text.rstrip()
-    return next((tag for tag in REASONING_TAGS if end.endswith(tag[0])), None)
+    return next((tag for tag in tags if end.endswith(tag[0])), None)
 
 
-def _with_open_reasoning(step: PromptStep, form: WireForm) -> PromptStep:
+def _with_open_reasoning(step: PromptStep, form: WireForm, tags: Sequence[ThinkTags]) -> PromptStep:
     """A last message with an unclosed think tag as unfinished reasoning, if the template has reasoning."""
     if form.reasoning is None or step.reasoning:
         return step
     said = step.text.lstrip()
-    for opening, closing in REASONING_TAGS:
+    for opening, closing in tags:
         if said.startswith(opening) and closing not in said:
             return replace(step, reasoning=said[len(opening) :].removeprefix("\n"), text="")
     return step

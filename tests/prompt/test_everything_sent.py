@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import Message, TextBlock, ToolCallBlock, ToolResultBlock
-from kvserve.prompt.steps import parsed_arguments
+from kvserve.prompt.call_arguments import parsed_arguments
 from kvserve.prompt.template import ChatTemplate
 from tests.laws import num_examples
 from tests.prompt.samples import HOSTILE, byte_level_backend, tokenizer_of

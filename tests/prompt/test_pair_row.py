@@ -98,6 +98,14 @@ def test_pairs_that_do_not_read_back_are_not_derived(name: str, old: str, new: s
     assert isinstance(found, NoRow) and reason in found.reason, found
 
 
+def test_a_form_that_is_read_as_no_json_stops_no_start() -> None:
+    """Where the tag of a key begins the one that ends a call, and a value's is found in it: the reason is said."""
+    pair = f"{PAIR}@_{{{{ k }}}}@/_\n@b{VALUE}@/b\n{{% endfor %}}"
+    source = f"{HEAD}{CALLS}<call>{{{{ c.name }}}}\n{pair}@_bb{{% endfor %}}{TAIL}"
+    found = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    assert isinstance(found, NoRow) and "not read as it writes them" in found.reason, found
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 NAMES = ("zero", "one", "two")
