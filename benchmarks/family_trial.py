@@ -76,7 +76,8 @@ def outcome_of(folder: Path) -> Outcome:
         model = replace(model, cache_support=check_caches(model))
         return _outcome(model)
     except Exception as error:  # noqa: BLE001  # the reason is the result
-        return Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        reason = " ".join(str(error).replace(str(folder), "the folder").split())
+        return Outcome(failure=f"{type(error).__name__}: {reason[:200]}")
 
 
 def _outcome(model: LoadedModel) -> Outcome:

@@ -93,10 +93,13 @@ def families(library: Library) -> list[str]:
     return [name for name in modules(library) if name not in out]
 
 
+SHARED = "no model by itself: code that families share, or a pipeline"
+
+
 def left_out(library: Library) -> list[tuple[str, str]]:
     """The other modules, and what they are: shared code, or models that write no text."""
     named = [(name, own["out"]) for name, own in OWN_KEYS.get(library, {}).items() if "out" in own]
-    shared = [(name, "code that families share") for name in modules(library) if not _has_model(library, name)]
+    shared = [(name, SHARED) for name in modules(library) if not _has_model(library, name)]
     return sorted(dict(shared + named).items())
 
 
@@ -120,7 +123,8 @@ def config_of(library: Library, family: str) -> Keys:
     config["text_config"] = nested
     if library == "mlx-vlm" and hasattr(module, "VisionConfig") and own.get("has_vision", True):
         vision = _required(module.VisionConfig)
-        config["vision_config"] = {**vision, **VISION_SIZES, "model_type": family, **own.get("vision", {})}
+        vision = {key: family if key == "model_type" else value for key, value in vision.items()}
+        config["vision_config"] = {**vision, **VISION_SIZES, **own.get("vision", {})}
     for key in own.get("without", ()):
         config.pop(key, None)
         nested.pop(key, None)
