@@ -23,7 +23,7 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.family_trial import NUM_PROMPT_TOKENS, Outcome, outcome_of
-from benchmarks.tiny_families import LIBRARIES, Library, families, left_out, write_model
+from benchmarks.tiny_families import LIBRARIES, Library, families, left_out, why, write_model
 from kvserve.engine import text_load
 
 RESULTS = Path(__file__).parent / "results" / "families.md"
@@ -92,11 +92,16 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         outcome = row.outcome
         if outcome.failure:
-            cells = ("-", "-", "-", outcome.failure)
+            cells = ("-", "-", "-", " ".join((why(row.library, row.family), outcome.failure)).strip())
         else:
             streams = "batched" if outcome.can_batch else "alone"
             keeping = {"cut": "cut anywhere", "checkpoints": "at checkpoints", "off": "off"}[outcome.keeping]
-            cells = (streams, keeping, _verdict(outcome), " ".join(outcome.notes))
+            cells = (
+                streams,
+                keeping,
+                _verdict(outcome),
+                " ".join((why(row.library, row.family), *outcome.notes)).strip(),
+            )
         yield f"| {row.family} | {row.library} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 

@@ -93,6 +93,11 @@ def families(library: Library) -> list[str]:
     return [name for name in modules(library) if name not in out]
 
 
+def why(library: Library, family: str) -> str:
+    """What is known of a family that does not come out like the others."""
+    return str(_own_keys(library, family).get("why", ""))
+
+
 SHARED = "no model by itself: code that families share, or a pipeline"
 
 

@@ -21,7 +21,8 @@ def cells(line: str) -> list[str]:
 
 LINES = [cells(line) for line in RESULTS.read_text("utf-8").splitlines() if line.count("|") == 7]
 HELD = {(line[0], line[1]): line for line in LINES if line[1].startswith("mlx-")}
-SERVED = [cell for cell, line in HELD.items() if line[2] != "-"]
+SERVED = [cell for cell, line in HELD.items() if line[2] != "-" and not line[4].startswith("no")]
+"""What cannot be computed here may end the process."""
 
 
 @pytest.mark.parametrize("cell", sampled(SERVED, IN_EVERY_RUN), ids="-".join)
