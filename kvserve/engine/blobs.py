@@ -1,8 +1,8 @@
 """What is kept of a row <-> bytes: slices of KV and states as named tensors and a JSON text that puts them together;
 and of a state with sliding windows only what came since another one.
 
-A state is a tree: cache objects of registered classes, lists, tuples, dicts, None, numbers, strings and arrays of any
-type and shape. Objects are rebuilt from their attributes through the registry; nothing is ever executed (no pickle).
+A state is a tree: cache objects of the libraries' own classes, lists, tuples, dicts, None, numbers, strings and arrays
+of any type and shape. Objects are rebuilt from their attributes; nothing that a file says is ever executed (no pickle).
 Arrays belong to the engine thread; the bytes handed out are views of evaluated arrays and may be read anywhere.
 """
 
@@ -14,10 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import RotatingKVCache
 
 from kvserve.cache.disk_blob import Tensor
-from kvserve.engine.snapshot import TOKEN_AXIS, KvSlice, StateSnapshot, window_of
+from kvserve.engine.leaf_forms import TOKEN_AXIS
+from kvserve.engine.snapshot import KvSlice, StateSnapshot, window_of
 
 DTYPES: Mapping[str, mx.Dtype] = {
     "BOOL": mx.bool_,
@@ -37,17 +39,12 @@ DTYPES: Mapping[str, mx.Dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-CACHE_CLASSES: Mapping[str, str] = {
-    "KVCache": "mlx_lm.models.cache",
-    "QuantizedKVCache": "mlx_lm.models.cache",
-    "RotatingKVCache": "mlx_lm.models.cache",
-    "ArraysCache": "mlx_lm.models.cache",
-    "ChunkedKVCache": "mlx_lm.models.cache",
-    "ConcatenateKVCache": "mlx_lm.models.cache",
-    "CacheList": "mlx_lm.models.cache",
-    "LayerCache": "mlx_lm.models.deepseek_v41",
-}
-"""Classes whose objects may be written and read, and where each is defined."""
+CACHE_MODULES = ("mlx_lm.models.", "mlx_vlm.models.")
+"""Where classes are defined whose objects may be written and read: the libraries' own caches, with and without a model
+of their own."""
+
+COMMON_MODULE = "mlx_lm.models.cache"
+"""Not named in a file."""
 
 type Encoded = tuple[str, list[Tensor]]
 """The payload's text and its tensors."""
@@ -147,9 +144,10 @@ class _Writer:
             return {"tuple": [self.tree(each) for each in value]}
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return {"dict": {key: self.tree(each) for key, each in value.items()}}
-        if _is_registered(value):
-            name = type(value).__name__
-            return {"object": name, "attributes": {key: self.tree(each) for key, each in vars(value).items()}}
+        if _cache_class(type(value).__module__, type(value).__name__) is type(value):
+            module = {} if type(value).__module__ == COMMON_MODULE else {"module": type(value).__module__}
+            attributes = {key: self.tree(each) for key, each in vars(value).items()}
+            return {"object": type(value).__name__, **module, "attributes": attributes}
         raise NotStorable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def tensors(self) -> list[Tensor]:
@@ -162,9 +160,14 @@ class _Writer:
         ]
 
 
-def _is_registered(value: Any) -> bool:
-    """Exact classes only: a subclass of the same name may mean something else."""
-    return CACHE_CLASSES.get(type(value).__name__) == type(value).__module__
+def _cache_class(module: str, name: str) -> Any:
+    """A class of caches, if the libraries have one there. A subclass of the same name elsewhere may mean something
+    else, and a module of weights is no cache."""
+    if not module.startswith(CACHE_MODULES):
+        return None
+    found = getattr(importlib.import_module(module), name, None)
+    is_cache = isinstance(found, type) and hasattr(found, "state") and not issubclass(found, Module)
+    return found if is_cache else None
 
 
 class _Reader:
@@ -186,10 +189,12 @@ class _Reader:
             return {key: self.value(each) for key, each in tree["dict"].items()}
         if "float" in tree:
             return float(tree["float"])
-        return self._object(tree["object"], tree["attributes"])
+        return self._object(tree.get("module", COMMON_MODULE), tree["object"], tree["attributes"])
 
-    def _object(self, name: str, attributes: Mapping[str, Any]) -> Any:
-        made = getattr(importlib.import_module(CACHE_CLASSES[name]), name)
+    def _object(self, module: str, name: str, attributes: Mapping[str, Any]) -> Any:
+        made = _cache_class(module, name)
+        if made is None:
+            raise ValueError(f"{module}.{name} is no class of caches")
         empty = made.__new__(made)
         for key, value in attributes.items():
             setattr(empty, key, self.value(value))

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvserve.engine.quantised import KvSettings
+from kvserve.engine.text_load import is_for_mlx_lm
 from kvserve.engine.vision_load import is_vision
 
 FORMAT = b"kvserve model fingerprint, version 2"
@@ -18,7 +19,8 @@ FORMAT = b"kvserve model fingerprint, version 2"
 LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers")
 """Another release of one of these may compute, tokenise or write a prompt in another way."""
 
-VISION_LIBRARIES = ("mlx-vlm",)
+SECOND_LIBRARIES = ("mlx-vlm",)
+"""Compute with a model that sees, or whose text model mlx-lm does not have."""
 
 
 def libraries_of(folder: Path) -> Mapping[str, str]:
@@ -27,8 +29,14 @@ def libraries_of(folder: Path) -> Mapping[str, str]:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         config = None
-    names = (*LIBRARIES, *VISION_LIBRARIES) if isinstance(config, dict) and is_vision(config) else LIBRARIES
+    names = (*LIBRARIES, *SECOND_LIBRARIES) if _needs_second(config) else LIBRARIES
     return {name: _release(name) for name in names}
+
+
+def _needs_second(config: object) -> bool:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return False
+    return is_vision(config) or not is_for_mlx_lm(config)
 
 
 def model_fingerprint(files: Mapping[Path, bytes], libraries: Mapping[str, str]) -> str:

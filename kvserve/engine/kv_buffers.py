@@ -7,24 +7,69 @@ prefix cache copies the tokens that are new, and lets go of the view before the 
 place. Rows are copied where a batch gains or loses rows, and where its room is used up.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from inspect import isroutine
 from typing import Any, Self
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+
+def is_list(cache: Any) -> bool:
+    """Whether a cache is a list of caches, of either library."""
+    return isinstance(getattr(cache, "caches", None), list | tuple)
 
 
 def flat_caches(caches: Iterable[Any]) -> list[Any]:
     """Every cache that is no list of caches, in order."""
-    return [
-        leaf for cache in caches for leaf in (flat_caches(cache.caches) if isinstance(cache, CacheList) else [cache])
-    ]
+    return [leaf for cache in caches for leaf in (flat_caches(cache.caches) if is_list(cache) else [cache])]
+
+
+def with_leaves(caches: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """The caches with every leaf changed, in lists of the kind in which they were."""
+    return [type(cache)(*with_leaves(cache.caches, change)) if is_list(cache) else change(cache) for cache in caches]
 
 
 def arrays_in(tree: Any) -> list[mx.array]:
     """All arrays in lists, tuples and dicts."""
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
+
+
+def with_arrays(value: Any, change: Callable[[mx.array], mx.array]) -> Any:
+    """A copy of a cache, or of what one holds, with every array changed, however deep it lies: in lists, tuples, dicts
+    and objects of its own. What it only refers to, a module or a function, stays the same object."""
+    return _with_arrays(value, change, {})
+
+
+def _with_arrays(value: Any, change: Callable[[mx.array], mx.array], known: dict[int, Any]) -> Any:
+    if isinstance(value, mx.array):
+        return change(value)
+    if type(value) is dict:
+        return {key: _with_arrays(each, change, known) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_arrays(each, change, known) for each in value)
+    if isinstance(value, type | Module) or not hasattr(value, "__dict__") or isroutine(value):
+        return value
+    if id(value) not in known:
+        twin = known[id(value)] = copy.copy(value)
+        for name, each in vars(value).items():
+            vars(twin)[name] = _with_arrays(each, change, known)
+    return known[id(value)]
+
+
+def held_arrays(value: Any) -> list[mx.array]:
+    """All arrays that a cache holds, or a tree of caches does."""
+    found: list[mx.array] = []
+
+    def note(array: mx.array) -> mx.array:
+        found.append(array)
+        return array
+
+    with_arrays(value, note)
+    return found
 
 
 type KvArrays = tuple[mx.array, ...]
@@ -214,10 +259,4 @@ class BatchKv(_Plain, RightAligned, BatchKVCache):
 
 def entering(caches: list[Any]) -> list[Any]:
     """A row's caches as they go into a batch: those of plain keys and values are moved, others are the same."""
-    return [_entering(cache) for cache in caches]
-
-
-def _entering(cache: Any) -> Any:
-    if isinstance(cache, CacheList):
-        return CacheList(*(_entering(leaf) for leaf in cache.caches))  # type: ignore[no-untyped-call]
-    return RowKv.of(cache) if type(cache) is KVCache else cache
+    return with_leaves(caches, lambda leaf: RowKv.of(leaf) if type(leaf) is KVCache else leaf)

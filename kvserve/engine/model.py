@@ -13,21 +13,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
+from kvserve.engine.borders import finding
 from kvserve.engine.kv_buffers import arrays_in, flat_caches
 from kvserve.engine.kv_support import try_quantising
-from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
-from kvserve.engine.vision_load import (
-    ImageRule,
-    VisionModel,
-    VisionSupport,
-    is_vision,
-    knows_family,
-    load_vision,
-    weight_bytes,
-)
+from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
+from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text
+from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
 from kvserve.settings.model_config import read_config
@@ -111,7 +105,7 @@ class LoadedModel:
 
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
     `kv_notes` tell a person what of the KV is not quantised although it should be. `vision` is what a vision model sees
-    with, `vision_note` what a person should know of it.
+    with, `vision_note` what a person should know of it. `leaf_forms` say how each leaf of a row's caches is kept.
     """
 
     module: Module
@@ -126,6 +120,7 @@ class LoadedModel:
     cache_support: CacheSupport = CacheSupport()
     vision: VisionSupport | None = None
     vision_note: str = ""
+    leaf_forms: tuple[LeafForm, ...] | None = None
 
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
@@ -181,15 +176,11 @@ def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a folder without a usable config, or of an architecture that mlx-lm does not know, nor
-    mlx-vlm where it describes a vision tower."""
+    """Raise ModelLoadError for a folder without a usable config, or of an architecture that neither mlx-lm nor mlx-vlm
+    knows."""
     config = read_config(folder)
-    try:
-        _get_classes(config)
-    except ValueError as error:
-        if is_vision(config) and knows_family(config):
-            return
-        raise _explained(folder, config, error) from error
+    if not is_for_mlx_lm(config) and not is_for_mlx_vlm(config):
+        raise _explained(folder, config, ValueError("not supported"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,24 +202,24 @@ def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
 
 
 def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
-    """Load weights with mlx-lm and measure the model's sizes with short forward passes, also with quantised KV.
+    """Load weights and measure the model's sizes with short forward passes, also with quantised KV.
 
     Raises ModelLoadError for a folder without config or weights, broken files, an unknown architecture, or one whose
     KV cannot be quantised as the settings say.
     """
     config = read_config(folder)
     try:
-        loaded = (
-            load_vision(folder, config) if is_vision(config) else VisionModel(*load_model(folder, lazy=False), None)
-        )
+        loaded = load_vision(folder, config) if is_vision(config) else VisionModel(*load_text(folder, config), None)
     except FileNotFoundError as error:
         raise ModelLoadError(f"{folder} holds no weights (model*.safetensors): {error}.") from error
-    except Exception as error:  # a broken file can raise anything from inside mlx-lm
+    except ModelLoadError:
+        raise
+    except Exception as error:  # a broken file can raise anything from inside the libraries
         raise _explained(folder, config, error) from error
     module, config = loaded.decoder, loaded.config
-    vocab_size, caches = _probe(folder, config, module)
+    vocab_size, caches, forms = _probe(folder, config, module)
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
-    sizes = _kv_size(caches, support.caches if support else None, kv.start)
+    sizes = _kv_size(caches, forms, support.caches if support else None, kv.start)
     context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
     return LoadedModel(
         module=module,
@@ -242,6 +233,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         kv_notes=(*support.notes, *_start_notes(kv, context_limit)) if support else (),
         vision=loaded.vision,
         vision_note=loaded.note,
+        leaf_forms=forms,
     )
 
 
@@ -257,8 +249,8 @@ def _start_notes(kv: KvSettings, context_limit: int) -> tuple[str, ...]:
 def _explained(folder: Path, config: Mapping[str, Any], error: Exception) -> ModelLoadError:
     if isinstance(error, ValueError) and "not supported" in str(error):
         return ModelLoadError(
-            f"The architecture {config['model_type']!r} of {folder} is not known to mlx-lm. Choose a model of a family "
-            "that mlx-lm supports, or update mlx-lm if the family is new."
+            f"The architecture {config['model_type']!r} of {folder} is known neither to mlx-lm nor to mlx-vlm. Choose "
+            "a model of a family that one of them supports, or update them if the family is new."
         )
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelLoadError(
@@ -267,37 +259,44 @@ def _explained(folder: Path, config: Mapping[str, Any], error: Exception) -> Mod
     )
 
 
-def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, list[Any]]:
-    """Logits width and the caches of a few tokens, from a forward pass that also compiles kernels."""
+def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, list[Any], tuple[LeafForm, ...]]:
+    """Logits width, caches of a few tokens from a forward pass that also compiles kernels, and the leaves' forms."""
     caches = make_prompt_cache(module)
     try:
         logits = module(mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
     except Exception as error:
         raise _explained(folder, config, error) from error
-    return logits.shape[-1], caches
+    forms = finding(lambda: find_forms(module, lambda: make_prompt_cache(module)))
+    if isinstance(forms, Exception):  # leaves that cannot even be copied: tried, and told, with the others
+        forms = forms_by_class(lambda: make_prompt_cache(module))
+    return logits.shape[-1], caches, forms
 
 
-def _kv_size(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
+def _kv_size(
+    caches: Sequence[Any], forms: Sequence[LeafForm], packed: Sequence[Any] | None, packed_from: int
+) -> KvSize:
     """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
-    per_token, fixed = _sizes(caches)
+    per_token, fixed = _sizes(caches, forms)
     num_plain = sum(type(cache) is KVCache for cache in flat_caches(caches))
     # Plain layers join and leave a batch one after the other, all others at once.
     copy_share = COPIED_LAYERS / num_plain if num_plain and packed is None else 1.0
     sizes = KvSize(fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share))
     if packed is None:
         return sizes
-    return replace(sizes, per_packed_token=_sizes(packed)[0], packed_from=packed_from)
+    return replace(sizes, per_packed_token=_sizes(packed, forms)[0], packed_from=packed_from)
 
 
-def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
+def _sizes(caches: Sequence[Any], forms: Sequence[LeafForm]) -> tuple[float, int]:
     """KV bytes per token, and bytes that a row has whatever its length."""
     per_token, fixed = 0.0, 0
-    for cache in flat_caches(caches):
+    for cache, form in zip(flat_caches(caches), forms, strict=True):
         if isinstance(cache, ArraysCache):
             fixed += cache.nbytes
         elif isinstance(cache, RotatingKVCache):
             fixed += int(_bytes_per_token(cache) * cache.max_size)
+        elif not is_known(cache) and not isinstance(cache, PackedCache):
+            per_token, fixed = per_token + form.per_token, fixed + form.fixed
         else:
             per_token += _bytes_per_token(cache)
     return per_token, fixed
@@ -306,7 +305,7 @@ def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
 def _bytes_per_token(cache: Any) -> float:
     """Keys and values are (rows, heads, slots, width); slots are allocated ahead, so they are counted, not tokens.
 
-    An unknown class may hold other things too: what has no slots, such as an offset, does not grow with the tokens.
+    What has no slots, such as an offset, does not grow with the tokens.
     """
     return sum(array.nbytes / array.shape[-2] for array in arrays_in(cache.state) if array.ndim > 2 and array.size)
 

@@ -50,7 +50,7 @@ class PrefixCache:
 
     def __init__(self, model: LoadedModel, settings: CacheSettings, memory: MemoryLedger, fingerprint: str) -> None:
         """`memory` is the ledger that says how much may be kept."""
-        self._layout = CacheLayout(model.new_caches, model.quantiser)
+        self._layout = CacheLayout(model.new_caches, model.quantiser, model.leaf_forms)
         self._model = model
         self._max_bytes = max_bytes = memory.plan.kv_bytes
         self.needs_checkpoints = not self._layout.is_cuttable

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
+from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from kvserve.engine.kv_buffers import KvArrays, RightAligned, flat_caches, num_slots, settle, with_room
+from kvserve.engine.kv_buffers import KvArrays, RightAligned, flat_caches, num_slots, settle, with_leaves, with_room
 
 TOKEN_AXIS = -2
 
@@ -146,13 +146,11 @@ class Quantiser:
 
     def convert(self, caches: list[Any]) -> list[Any]:
         """Pack every layer that keeps all its tokens; what is packed already, windows and states stay."""
-        converted = [self._converted(cache) for cache in caches]
+        converted = with_leaves(caches, self._converted)
         mx.eval([vars(leaf) for leaf in flat_caches(converted) if isinstance(leaf, PackedCache)])
         return converted
 
     def _converted(self, cache: Any) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*(self._converted(leaf) for leaf in cache.caches))  # type: ignore[no-untyped-call]
         if type(cache) is not KVCache:
             return cache
         rows = () if cache.keys is None else self.scheme.pack(*cache.keys_and_values())  # type: ignore[no-untyped-call]

@@ -17,13 +17,14 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
-from mlx_lm.models.cache import ArraysCache
 
 from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import entering, flat_caches
+from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, is_known, lengths_named
+from kvserve.engine.logits_error import logits_error
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.prefill_pool import can_be_padded, padded_pass
-from kvserve.engine.snapshot import CacheLayout, leaf_kind
+from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.wired import batch_generator
 from kvserve.errors import ModelLoadError
 
@@ -32,10 +33,6 @@ SHORT_ROW_TOKENS = 5
 NUM_GIVEN_TOKENS = 4
 NUM_BEGUN_TOKENS = 1
 """So that more than eight are left: MLX has another kernel for so few queries."""
-
-MAX_PROBED_TOKENS = 1024
-"""An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
-long row is made longer than that. Above this limit a start would take too long, and such rows are decoded alone."""
 
 MAX_ERROR = 0.05
 """Root mean square difference of two vectors of logits, as a share of their spread. Rounding in bfloat16 stays far
@@ -78,37 +75,38 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     where quantised KV needs a copy that cannot be made.
     """
     tried = flat_caches(model.new_caches())
-    unknown = [leaf for leaf in tried if not _is_known(leaf)]
-    named = {length for leaf in unknown for length in _lengths_named(leaf)}
+    unknown = [leaf for leaf in tried if not is_known(leaf)]
+    named = {length for leaf in unknown for length in lengths_named(leaf)}
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
     num_ids, num_tokens = min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens + 2 * NUM_GIVEN_TOKENS
     tokens = [(1 + 37 * place) % num_ids for place in range(num_tokens)]  # they differ from their neighbours
     with mx.stream(generation_stream):
-        trial = _Trial(model.module, model.new_caches, tokens, allows_noise=not unknown)
+        trial = _Trial(model.module, model.new_caches, tokens, model.leaf_forms, allows_noise=not unknown)
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = _trouble(trial.copies)
         is_plain = model.quantiser is None and model.vision is None and can_be_padded(model.new_caches())
         no_pad = _trouble(trial.padded) if is_plain and not no_batch else ""
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
+    grows = any(form.kind == "whole" and form.per_token for form in model.leaf_forms or ())
     if no_batch and no_copy and (start := model.sizes.packed_from):
         raise ModelLoadError(
             f"QUANTIZED_KV_START={start} cannot be used with this model: a row that gets there is copied, and copies "
             f"of {names} lead to other text ({no_copy}). Set QUANTIZED_KV_START=0 or KV_BITS=OFF."
         )
-    notes = tuple(_notes(names, no_batch, no_copy, no_pad, has_unknown=bool(unknown)))
+    notes = tuple(_notes(names, no_batch, no_copy, no_pad, is_copied=bool(unknown) and grows))
     can_pad = is_plain and not no_batch and not no_pad
     return CacheSupport(can_batch=not no_batch, can_keep=not no_copy, can_pad=can_pad, notes=notes)
 
 
-def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, *, has_unknown: bool) -> Iterator[str]:
+def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, *, is_copied: bool) -> Iterator[str]:
     if no_batch:
         yield f"Several streams take turns and share the speed of one: {names} cannot be batched ({no_batch})."
     if no_copy:
         yield f"The prefix cache is off, all is computed anew: copies of {names} lead to other text ({no_copy})."
     if no_pad:
         yield f"Short prompts are prefilled one by one: rows that share a pass lead to other text ({no_pad})."
-    if has_unknown and not no_copy:
+    if is_copied and not no_copy:
         yield f"Prompts are reused from whole copies of {names} at checkpoints, each as large as the row's KV."
 
 
@@ -135,11 +133,18 @@ class _Trial:
     """A long and a short row, each computed alone, and what else must come out like them."""
 
     def __init__(
-        self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: list[int], *, allows_noise: bool
+        self,
+        module: Callable[..., Any],
+        new_caches: Callable[[], list[Any]],
+        tokens: list[int],
+        forms: Sequence[LeafForm] | None = None,
+        *,
+        allows_noise: bool,
     ) -> None:
         """`tokens`: the long row's prompt, whose beginning is the short one's, and how each of them continues."""
         self._module = module
         self._new_caches = new_caches
+        self._forms = forms
         prompt, given = tokens[: -2 * NUM_GIVEN_TOKENS], tokens[-2 * NUM_GIVEN_TOKENS :]
         self._long = self._run_alone(prompt, given[:NUM_GIVEN_TOKENS])
         self._short = self._run_alone(prompt[:SHORT_ROW_TOKENS], given[NUM_GIVEN_TOKENS:])
@@ -164,7 +169,7 @@ class _Trial:
 
     def copies(self) -> None:
         """Copies and original continue in turns, none must notice the others. Raises CachesDiffer."""
-        layout = CacheLayout(self._new_caches)
+        layout = CacheLayout(self._new_caches, forms=self._forms)
         original = self._prefilled(self._long.prompt)
         num_tokens = len(self._long.prompt) - 1
         kv, state = layout.read_kv(original, 0, num_tokens), layout.read_state(original)
@@ -239,29 +244,7 @@ def insert_scripted(
     )
 
 
-def logits_error(found: mx.array, expected: mx.array) -> float:
-    """Root mean square difference as a share of the spread, of logits or log-probabilities. Where both say the same
-    infinity, a token that the model forbids, there is no error."""
-    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    is_finite = mx.isfinite(expected)
-    mean = mx.where(is_finite, expected, 0).sum() / is_finite.sum()
-    spread = mx.where(is_finite, mx.square(expected - mean), 0).sum()
-    difference = mx.where(found == expected, 0, mx.square(found - expected)).sum()
-    return float(mx.sqrt(difference / spread).item())  # type: ignore[arg-type]
-
-
 # --- classes ----------------------------------------------------------------------------------------------------------
-
-
-def _is_known(leaf: Any) -> bool:
-    """Exact classes only: a subclass may do other things than its parent."""
-    return type(leaf) is ArraysCache or leaf_kind(leaf) != "whole"
-
-
-def _lengths_named(leaf: Any) -> set[int]:
-    """All whole numbers that an object or its class hold: some of them may be lengths."""
-    held = [item for holder in (*type(leaf).__mro__, leaf) for item in getattr(holder, "__dict__", {}).items()]
-    return {value for name, value in held if isinstance(value, int) and not name.startswith("__")}
 
 
 def _why_not_batch(unknown: Sequence[Any], named: Iterable[int]) -> str:

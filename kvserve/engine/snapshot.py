@@ -1,11 +1,7 @@
 """Arrays <-> records: reads KV and states out of live caches, and builds live caches from what was kept.
 
-Every leaf cache of a row is of one of three kinds, chosen by its class:
-
-    cut      keys and values per token, any run of tokens can be read and put together again
-    window   the last `max_size` rows of keys and values: a checkpoint, exact at its offset only
-    whole    anything else (recurrent states, classes that are not known here): a copy of the object, likewise
-    none     what follows from the prompt (`RopeShift`): it is not kept; a restored row gets it anew
+Every leaf cache of a row has a form (`leaf_forms`): it is cut at any token, or kept as it is at one offset, or not at
+all.
 
 Cut leaves may be quantised from some token on (`quantised`). What is kept then has two forms, full precision up to
 there and packed behind it, and a restored row has one: its first part is packed again, which gives the same rows.
@@ -19,23 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import mlx.core as mx
-from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache
 
-from kvserve.engine.kv_buffers import KvArrays, arrays_in, flat_caches, settle
+from kvserve.engine.kv_buffers import KvArrays, flat_caches, held_arrays, settle, with_arrays, with_leaves
+from kvserve.engine.leaf_forms import TOKEN_AXIS, LeafForm, StateForm, forms_by_class
 from kvserve.engine.quantised import PackedCache, Quantiser
-from kvserve.engine.vision import RopeShift
-
-LeafKind = Literal["cut", "window", "whole", "none"]
 
 type Attempt = Callable[[Callable[[], Any]], Any]
 """Does some work and returns what came of it: at a second try too, which the work allows."""
-
-TOKEN_AXIS = -2
-"""Keys and values are (1, heads, tokens, width), quantised ones several such arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +52,7 @@ class StateSnapshot:
     @classmethod
     def of(cls, leaves: Sequence[Any]) -> Self:
         """These leaves, computed."""
-        arrays = arrays_in([vars(leaf) for leaf in leaves])
+        arrays = held_arrays(list(leaves))
         mx.eval(arrays)
         return cls(tuple(leaves), sum(array.nbytes for array in arrays))
 
@@ -70,15 +60,21 @@ class StateSnapshot:
 class CacheLayout:
     """Which leaves a model's caches have. Frozen; `read_*` never change the caches that they read."""
 
-    def __init__(self, new_caches: Callable[[], list[Any]], quantiser: Quantiser | None = None) -> None:
+    def __init__(
+        self,
+        new_caches: Callable[[], list[Any]],
+        quantiser: Quantiser | None = None,
+        forms: Sequence[LeafForm] | None = None,
+    ) -> None:
+        """`forms` as they were found on the model (`find_forms`); None: as classes say."""
         self._new_caches = new_caches
         self._quantiser = quantiser
-        self._kinds = tuple(leaf_kind(leaf) for leaf in flat_caches(new_caches()))
+        self._forms = tuple(forms) if forms is not None else forms_by_class(new_caches)
 
     @property
     def is_cuttable(self) -> bool:
         """True when any prefix of a row can be restored from its segments alone."""
-        return all(kind in ("cut", "none") for kind in self._kinds)
+        return all(form.kind in ("cut", "none") for form in self._forms)
 
     def read_kv(self, caches: Sequence[Any], start: int, end: int, packed_from: int | None = None) -> KvSlice:
         """Copy the KV of the tokens `[start, end)` out of a row's caches. `packed_from` is where those are converted;
@@ -86,14 +82,17 @@ class CacheLayout:
 
         Raises ValueError where the caches do not have these tokens in the form in which they are kept.
         """
-        cut = [leaf for leaf, kind in self._with_kinds(caches) if kind == "cut"]
-        is_packed = any(isinstance(leaf, PackedCache) for leaf in cut)
+        cut = [(leaf, form) for leaf, form in self._with_forms(caches) if form.kind == "cut"]
+        is_packed = any(isinstance(leaf, PackedCache) for leaf, _ in cut)
         border = None
         if self._quantiser is not None and cut:
             border = self._quantiser.start if packed_from is None else packed_from
         if border is not None and start < end and (start < border if is_packed else border < end):
             raise ValueError(f"The tokens [{start}, {end}) are not kept as they are: quantised KV starts at {border}.")
-        leaves = tuple(tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf)) for leaf in cut)
+        leaves = tuple(
+            tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf, form.state_form))
+            for leaf, form in cut
+        )
         return _evaluated_slice(leaves, end - start, is_packed)
 
     def move_kv(
@@ -110,15 +109,15 @@ class CacheLayout:
 
         Raises ValueError where the caches have lost it already.
         """
-        cut = [position for position, kind in enumerate(self._kinds) if kind == "cut"]
-        own = flat_caches(caches)
-        if any(own[position].keys is None for position in cut):
+        cut = [position for position, form in enumerate(self._forms) if form.kind == "cut"]
+        own, empty = flat_caches(caches), flat_caches(self._new_caches())
+        if not all(_kv_arrays(own[position], self._forms[position].state_form) for position in cut):
             raise ValueError("These caches have given their KV away.")
         layers = []
         for position in cut:
-            leaf = own[position]
-            layers.append(attempt(partial(_parts_of, leaf, borders, rest[position] if rest else ())))
-            leaf.keys = leaf.values = None
+            leaf, form = own[position], self._forms[position].state_form
+            layers.append(attempt(partial(_parts_of, leaf, form, borders, rest[position] if rest else ())))
+            _give_away(leaf, form, empty[position])
         spans = list(pairwise(borders))
         return [
             _evaluated_slice(tuple(parts[index] for parts in layers), end - start, is_packed=False)
@@ -128,9 +127,9 @@ class CacheLayout:
     def read_state(self, caches: Sequence[Any]) -> StateSnapshot | None:
         """Copy the leaves that cannot be cut, at the caches' present offset; None where there are none."""
         leaves = tuple(
-            _detached_window(leaf) if kind == "window" else _detached(leaf)
-            for leaf, kind in self._with_kinds(caches)
-            if kind not in ("cut", "none")
+            _detached_window(leaf) if form.kind == "window" else _detached(leaf)
+            for leaf, form in self._with_forms(caches)
+            if form.kind not in ("cut", "none")
         )
         if not leaves:
             return None
@@ -151,16 +150,16 @@ class CacheLayout:
         num_tokens = sum(end - start for _, start, end in plain)
         packer = self._quantiser if self._quantiser is not None and self._quantiser.is_due(num_tokens) else None
         cut_index = 0
-        for position, (leaf, kind) in enumerate(self._with_kinds(caches)):
-            if kind == "cut" and packer is not None:
+        for position, (leaf, form) in enumerate(self._with_forms(caches)):
+            if form.kind == "cut" and packer is not None and form.state_form is None:
                 self._replace(caches, position, _packed(packer, plain, cut_index, num_next_tokens))
                 cut_index += 1
-            elif kind == "cut":
-                _fill(leaf, [_rows(piece, cut_index) for piece in plain], num_next_tokens)
+            elif form.kind == "cut":
+                _fill(leaf, form.state_form, [_rows(piece, cut_index) for piece in plain], num_next_tokens)
                 cut_index += 1
-            elif kind != "none":
+            elif form.kind != "none":
                 self._replace(caches, position, copy.deepcopy(next(kept)))
-        mx.eval([vars(leaf) for leaf, _ in self._with_kinds(caches)])
+        mx.eval(held_arrays(caches))
         return caches
 
     def restore_moved(
@@ -178,25 +177,21 @@ class CacheLayout:
         pieces.clear()
         kept = iter(state.leaves if state is not None else ())
         layers.reverse()
-        for position, (leaf, kind) in enumerate(self._with_kinds(caches)):
-            if kind == "cut" and layers:
-                attempt(partial(_fill_at_once, leaf, layers[-1], num_next_tokens))
+        for position, (leaf, form) in enumerate(self._with_forms(caches)):
+            if form.kind == "cut" and layers:
+                attempt(partial(_fill_at_once, leaf, form.state_form, layers[-1], num_next_tokens))
                 layers.pop()
-            elif kind not in ("cut", "none"):
+            elif form.kind not in ("cut", "none"):
                 self._replace(caches, position, attempt(partial(_twin, next(kept))))
         return caches
 
-    def _with_kinds(self, caches: Sequence[Any]) -> list[tuple[Any, LeafKind]]:
-        return list(zip(flat_caches(caches), self._kinds, strict=True))
+    def _with_forms(self, caches: Sequence[Any]) -> list[tuple[Any, LeafForm]]:
+        return list(zip(flat_caches(caches), self._forms, strict=True))
 
     def _replace(self, caches: list[Any], position: int, new: Any) -> None:
-        """Put a leaf in the place of the fresh one, also inside a CacheList."""
+        """Put a leaf in the place of the fresh one, also inside a list of caches."""
         fresh = flat_caches(caches)[position]
-        for index, cache in enumerate(caches):
-            if cache is fresh:
-                caches[index] = new
-            elif isinstance(cache, CacheList):
-                cache.caches = tuple(new if each is fresh else each for each in cache.caches)
+        caches[:] = with_leaves(caches, lambda leaf: new if leaf is fresh else leaf)
 
 
 def merged(slices: Sequence[tuple[KvSlice, int, int]]) -> KvSlice:
@@ -244,17 +239,22 @@ def _evaluated_slice(leaves: tuple[KvArrays, ...], num_tokens: int, is_packed: b
     return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
 
 
-def leaf_kind(leaf: Any) -> LeafKind:
-    """Exact classes only: a subclass may keep more than its parent says, and is then copied whole."""
-    if type(leaf) is KVCache:
-        return "cut"
-    if type(leaf) is RotatingKVCache and leaf.keep == 0:
-        return "window"
-    return "none" if type(leaf) is RopeShift else "whole"
+def _kv_arrays(leaf: Any, form: StateForm | None = None) -> KvArrays:
+    """The rows of a cut leaf; none where it is empty."""
+    if form is not None:
+        return form.rows(leaf)
+    if isinstance(leaf, PackedCache):
+        return leaf.rows
+    return () if leaf.keys is None else (leaf.keys, leaf.values)
 
 
-def _kv_arrays(leaf: Any) -> KvArrays:
-    return leaf.rows if isinstance(leaf, PackedCache) else (leaf.keys, leaf.values)
+def _give_away(leaf: Any, form: StateForm | None, fresh: Any) -> None:
+    """Let go of what a cut leaf holds."""
+    if form is None:
+        leaf.keys = leaf.values = None
+    else:
+        vars(leaf).clear()
+        vars(leaf).update(vars(fresh))
 
 
 def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> KvArrays:
@@ -263,36 +263,37 @@ def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> KvArrays:
     return tuple(array if is_whole else array[..., start:end, :] for array in kv.leaves[leaf_index])
 
 
-def _fill(leaf: Any, pieces: Sequence[KvArrays], room: int) -> None:
-    """Give an empty cut leaf the rows of all pieces, in one copy, with room behind them."""
+def _fill(leaf: Any, form: StateForm | None, pieces: Sequence[KvArrays], room: int) -> None:
+    """Give an empty cut leaf the rows of all pieces, in one copy, with room behind them where its class has any."""
     if not pieces:
+        return
+    if form is not None:
+        form.fill(leaf, _with_room(pieces, 0))
         return
     leaf.keys, leaf.values = _with_room(pieces, room)
     settle(leaf.keys, leaf.values)
     leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
 
 
-def _fill_at_once(leaf: Any, pieces: Sequence[KvArrays], room: int) -> None:
+def _fill_at_once(leaf: Any, form: StateForm | None, pieces: Sequence[KvArrays], room: int) -> None:
     """The same, and nothing of it is left to be computed."""
-    _fill(leaf, pieces, room)
-    mx.eval(leaf.keys, leaf.values)
+    _fill(leaf, form, pieces, room)
+    mx.eval(held_arrays(leaf))
 
 
 def _twin(leaf: Any) -> Any:
     """A copy of a kept leaf that is computed."""
     twin = copy.deepcopy(leaf)
-    mx.eval(vars(twin))
+    mx.eval(held_arrays(twin))
     return twin
 
 
-def _parts_of(leaf: Any, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
+def _parts_of(leaf: Any, form: StateForm | None, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
     """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`, but for
     leaves that have given theirs away."""
-    parts = [
-        tuple(mx.contiguous(array[..., start:end, :]) for array in (leaf.keys, leaf.values))
-        for start, end in pairwise(borders)
-    ]
-    mx.eval(parts, *((each.keys, each.values) for each in rest if each.keys is not None))
+    arrays = _kv_arrays(leaf, form)
+    parts = [tuple(mx.contiguous(array[..., start:end, :]) for array in arrays) for start, end in pairwise(borders)]
+    mx.eval(parts, held_arrays(list(rest)))
     return parts
 
 
@@ -333,7 +334,4 @@ def window_of(like: Any, *rows: mx.array) -> Any:
 
 def _detached(leaf: Any) -> Any:
     """A copy of a cache object whose arrays are copies of their own, so that no batch buffer stays alive."""
-    twin = copy.copy(leaf)
-    for name, value in vars(leaf).items():
-        setattr(twin, name, tree_map(lambda each: mx.contiguous(each) if isinstance(each, mx.array) else each, value))
-    return twin
+    return with_arrays(leaf, mx.contiguous)

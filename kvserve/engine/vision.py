@@ -14,6 +14,15 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from kvserve.engine.borders import finding
+from kvserve.engine.kv_buffers import flat_caches, held_arrays, with_leaves
+from kvserve.engine.logits_error import logits_error
+
+MAX_TWIN_ERROR = 1e-3
+"""How far logits may be apart with mlx-lm's cache in the place of mlx-vlm's: both do the same."""
+
+TRIED_PASSES = (20, 1, 9)
+
 
 @dataclass(frozen=True, slots=True)
 class VisionContext:
@@ -133,13 +142,16 @@ class VisionDecoder(Module):
 
     def make_cache(self) -> list[Any]:
         """Empty caches of one row; where positions follow images, its shift behind them."""
-        caches = [_mlx_lm_cache(cache) for cache in make_prompt_cache(self.decoder)]
+        caches = self._own_caches()
         return [*caches, RopeShift()] if self.has_positions else caches
 
     def embed(self, inputs: mx.array) -> mx.array:
         """The embeddings (batch, length, width) that `look` takes."""
         embedded: mx.array = embedding_table(self.decoder)(inputs)
         return embedded
+
+    def _own_caches(self) -> list[Any]:
+        return list(make_prompt_cache(self.decoder))
 
     def _run(self, inputs: mx.array, kv: list[Any] | None, embeddings: mx.array | None) -> mx.array:
         """One pass of an mlx-lm model."""
@@ -149,7 +161,47 @@ class VisionDecoder(Module):
 
 
 class VlmDecoder(VisionDecoder):
-    """A language model of mlx-vlm, for families that mlx-lm lacks: it takes every position."""
+    """A language model of mlx-vlm, for families that mlx-lm lacks: it takes every position.
+
+    Some of its caches are twins of mlx-lm's, which join batches and are cut; `twins`: for which of them mlx-lm's stand.
+    """
+
+    def __init__(self, decoder: Any, current: CurrentPass, *, has_positions: bool) -> None:
+        super().__init__(decoder, current, has_positions=has_positions)
+        self.twins: frozenset[type] = frozenset()
+
+    def adopt_caches(self) -> None:
+        """Find out for which of its caches mlx-lm's can stand: none may show in the logits. Raises what the model
+        raises with its own."""
+        own = {type(leaf) for leaf in flat_caches(make_prompt_cache(self.decoder)) if mlx_lm_twin(leaf) is not None}
+        expected, found = self._tried(frozenset()), frozenset[type]()
+        for twins in (own, *({each} for each in sorted(own, key=lambda each: each.__name__))):
+            if not found >= twins and self._is_right(found | twins, expected):
+                found |= twins
+        self.twins = found
+
+    def _is_right(self, twins: frozenset[type], expected: Sequence[mx.array]) -> bool:
+        def compare() -> None:
+            pairs = zip(self._tried(twins), expected, strict=True)
+            if not max(logits_error(*pair) for pair in pairs) <= MAX_TWIN_ERROR:
+                raise ValueError("other logits")
+
+        return finding(compare) is None
+
+    def _tried(self, twins: frozenset[type]) -> list[mx.array]:
+        """Logits after each of a few passes, with mlx-lm's caches for these."""
+        self.twins = twins
+        caches, logits = self.make_cache(), []
+        for length in TRIED_PASSES:
+            logits.append(self(mx.array([[1 + 37 * place % 89 for place in range(length)]]), caches)[0, -1])
+            mx.eval(logits, held_arrays(caches))
+        return logits
+
+    def _own_caches(self) -> list[Any]:
+        def chosen(leaf: Any) -> Any:
+            return mlx_lm_twin(leaf) if type(leaf) in self.twins else leaf
+
+        return with_leaves(make_prompt_cache(self.decoder), chosen)
 
     def _run(self, inputs: mx.array, kv: list[Any] | None, embeddings: mx.array | None) -> mx.array:
         more: dict[str, Any] = {}
@@ -163,7 +215,7 @@ class VlmDecoder(VisionDecoder):
         if context.position_ids is not None:
             return context.position_ids
         num_rows, length = inputs.shape
-        offset = next((cache.offset for cache in kv or () if hasattr(cache, "offset")), 0)
+        offset = next((leaf.offset for leaf in flat_caches(kv or ()) if hasattr(leaf, "offset")), 0)
         starts = mx.array(offset, dtype=mx.int32).reshape(-1) + (0 if context.shift is None else context.shift)
         positions = starts[:, None] + mx.arange(length, dtype=mx.int32)[None]
         return mx.broadcast_to(positions[None], (3, num_rows, length))
@@ -247,10 +299,10 @@ def embedding_table(decoder: Any) -> Any:
     return inner.model.embed_tokens
 
 
-def _mlx_lm_cache(cache: Any) -> Any:
-    """mlx-lm's cache for one of mlx-vlm's with the same name: only those join its batches."""
-    if not type(cache).__module__.startswith("mlx_vlm"):
-        return cache
+def mlx_lm_twin(cache: Any) -> Any:
+    """An empty cache of mlx-lm's of the same name as one of mlx-vlm's; None where there is none."""
+    if type(cache).__module__ != "mlx_vlm.models.cache":
+        return None
     match type(cache).__name__:
         case "KVCache":
             return KVCache()  # type: ignore[no-untyped-call]
@@ -258,4 +310,4 @@ def _mlx_lm_cache(cache: Any) -> Any:
             return RotatingKVCache(cache.max_size, cache.keep)  # type: ignore[no-untyped-call]
         case "ArraysCache":
             return ArraysCache(len(cache.cache))
-    return cache
+    return None

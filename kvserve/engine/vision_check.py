@@ -16,8 +16,9 @@ from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, ImageInput, ImageSpan, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.borders import described, finding
+from kvserve.engine.logits_error import logits_error
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.self_check import MAX_ERROR, Script, insert_scripted, logits_error
+from kvserve.engine.self_check import MAX_ERROR, Script, insert_scripted
 from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionSupport
 from kvserve.engine.vision_pass import RowImages, see

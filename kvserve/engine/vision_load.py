@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.utils import _get_classes, load_model
+from mlx_lm.utils import load_model
 
 from kvserve.engine.borders import finding
 from kvserve.engine.kv_buffers import arrays_in
-from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDecoder, VlmDecoder, masks_with_images
+from kvserve.engine.text_load import is_for_mlx_lm, load_text, vlm_decoder
+from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDecoder, masks_with_images
 from kvserve.engine.vision_reader import ImageReader
 from kvserve.engine.vision_tower import Tower, embedding_scale
 from kvserve.errors import ModelLoadError
@@ -61,43 +62,23 @@ def is_vision(config: Mapping[str, Any]) -> bool:
     return isinstance(vision, dict) and bool(vision)
 
 
-def knows_family(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-vlm has the architecture."""
-    from mlx_vlm.utils import get_model_and_args
-
-    try:
-        get_model_and_args(dict(config))
-    except (ValueError, KeyError):
-        return False
-    return True
-
-
 def load_vision(folder: Path, config: dict[str, Any]) -> VisionModel:
     """Load decoder and tower. Raises what the loaders raise for a decoder that neither of them can load."""
     found = finding(partial(_load_lazily, folder))
     if isinstance(found, Exception):
-        decoder, config = load_model(folder, lazy=False)
-        return VisionModel(decoder, config, None, _no_images(found))
+        return VisionModel(*load_text(folder, config), None, _no_images(found))
     (seeing, rotary), current = found, CurrentPass()
     has_positions = hasattr(seeing.language_model, "get_rope_index")
-    if not _is_for_mlx_lm(config) or (has_positions and rotary is None):
+    if not is_for_mlx_lm(config) or (has_positions and rotary is None):
         mx.eval(seeing.parameters())
-        seeing_decoder: VisionDecoder = VlmDecoder(seeing.language_model, current, has_positions=has_positions)
-        return _with_vision(folder, config, seeing, seeing_decoder, instead=seeing_decoder)
+        decoder = vlm_decoder(seeing.language_model, current)
+        return _with_vision(folder, config, seeing, decoder, instead=decoder)
     decoder, config = load_model(folder, lazy=False)
     seeing_decoder = VisionDecoder(decoder, current, has_positions=has_positions)
     error = finding(partial(_join, seeing, decoder, rotary, current, config))
     if error is not None:
         return VisionModel(decoder, config, None, _no_images(error))
     return _with_vision(folder, config, seeing, seeing_decoder, instead=decoder)
-
-
-def _is_for_mlx_lm(config: dict[str, Any]) -> bool:
-    try:
-        _get_classes(config)
-    except ValueError:
-        return False
-    return True
 
 
 def _with_vision(

@@ -100,7 +100,7 @@ def _is_wide(_path: str, module: Any) -> bool:
     ("new_cache", "can_batch", "can_keep", "notes"),
     [
         (Unmergeable, False, True, r"take turns.*Unmergeable.*mlx-lm cannot merge.*\n.*whole copies of Unmergeable"),
-        (ConcatenateKVCache, False, True, "take turns.*ConcatenateKVCache.*\n.*whole copies"),
+        (ConcatenateKVCache, False, True, r"take turns.*ConcatenateKVCache.*mlx-lm cannot merge[^\n]*$"),
         (DropsPadding, False, True, r"take turns.*DropsPadding.*logits are off by \d+%"),
         (FailsToMerge, False, True, "take turns.*FailsToMerge.*NotImplementedError: planned"),
         (ShortMemory, False, False, r"take turns.*ShortMemory.*logits are off"),

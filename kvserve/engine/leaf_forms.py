@@ -1,0 +1,280 @@
+"""What each leaf of a row's caches holds, found out at load on the model itself: which leaves can be cut at any token,
+and how a class that is not known here is read and filled.
+
+A row goes through the model in three passes. What has one more row for each token, and the same rows as before, can be
+cut; a leaf of an unknown class is then put together from its rows, goes on, and must hold what the row itself holds.
+It knows classes of mlx-lm, and of any other class its `state`; no model's name.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from kvserve.engine.borders import finding
+from kvserve.engine.kv_buffers import KvArrays, flat_caches, held_arrays, with_arrays
+from kvserve.engine.vision import RopeShift
+
+type LeafKind = Literal["cut", "window", "whole", "none"]
+"""cut      keys and values per token, any run of tokens can be read and put together again
+window   the last `max_size` rows of keys and values: a checkpoint, exact at its offset only
+whole    anything else (recurrent states, classes that are not known here): a copy of the object, likewise
+none     what follows from the prompt (`RopeShift`), or nothing: it is not kept; a restored row gets it anew
+"""
+
+TOKEN_AXIS = -2
+"""Kept rows are (..., tokens, width)."""
+
+PASSES = (16, 11, 1)
+"""Tokens of the three passes: MLX has another kernel for up to eight of them, and models may have a path of their own
+for one."""
+
+MAX_PROBED_TOKENS = 1024
+"""An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
+first pass is made longer than that. Above this limit a start would take too long, and such a leaf is kept whole."""
+
+MAX_ERROR = 1e-2
+"""How far arrays may be apart that were computed in other pieces, as a share of the largest value."""
+
+
+def leaf_kind(leaf: Any) -> LeafKind:
+    """By class alone. Exact classes only: a subclass may keep more than its parent says."""
+    if type(leaf) is KVCache:
+        return "cut"
+    if type(leaf) is RotatingKVCache and leaf.keep == 0:
+        return "window"
+    return "none" if type(leaf) is RopeShift else "whole"
+
+
+def is_known(leaf: Any) -> bool:
+    """Whether it is of a class whose ways are known here."""
+    return type(leaf) is ArraysCache or leaf_kind(leaf) != "whole"
+
+
+def lengths_named(leaf: Any) -> set[int]:
+    """All whole numbers that an object or its class hold: some of them may be lengths."""
+    held = [item for holder in (*type(leaf).__mro__, leaf) for item in getattr(holder, "__dict__", {}).items()]
+    return {value for name, value in held if isinstance(value, int) and not name.startswith("__")}
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """How a leaf of an unknown class is read and filled, by the entries of its `state`: `axes` has the axis of tokens
+    for each that has a row per token, None for others. `template` is a state without rows: numbers that count tokens
+    stand in it as `_COUNT`, what follows from the rows as None.
+    """
+
+    template: Any
+    axes: tuple[int | None, ...]
+
+    def rows(self, leaf: Any) -> KvArrays:
+        """What it holds of all tokens, token by token; nothing where it is empty."""
+        entries = list(_entries(leaf.state))
+        if len(entries) != len(self.axes):
+            return ()
+        picked = [(entry, axis) for entry, axis in zip(entries, self.axes, strict=True) if axis is not None]
+        if any(entry is None for entry, _ in picked):
+            return ()
+        return tuple(mx.moveaxis(entry, axis, TOKEN_AXIS) for entry, axis in picked)
+
+    def fill(self, leaf: Any, rows: KvArrays) -> None:
+        """Give an empty leaf these rows."""
+        axes = [axis for axis in self.axes if axis is not None]
+        arrays = (mx.moveaxis(array, TOKEN_AXIS, axis) for array, axis in zip(rows, axes, strict=True))
+        flags = iter(self.axes)
+        num_tokens = rows[0].shape[TOKEN_AXIS]
+
+        def entry(kept: Any) -> Any:
+            if next(flags) is not None:
+                return next(arrays)
+            return num_tokens if kept is _COUNT else kept
+
+        leaf.state = _mapped(self.template, entry)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafForm:
+    """One leaf: its kind, with `state_form` where it is cut by its state. `per_token` and `fixed` are the bytes that a
+    leaf of an unknown class takes."""
+
+    kind: LeafKind
+    state_form: StateForm | None = None
+    per_token: float = 0.0
+    fixed: int = 0
+
+
+def forms_by_class(new_caches: Callable[[], list[Any]]) -> tuple[LeafForm, ...]:
+    """What classes say, where no model is at hand."""
+    return tuple(LeafForm(leaf_kind(leaf)) for leaf in flat_caches(new_caches()))
+
+
+def find_forms(module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> tuple[LeafForm, ...]:
+    """The forms of a row's leaves. Raises what the model raises."""
+    fresh = flat_caches(new_caches())
+    named = [set[int]() if is_known(leaf) else lengths_named(leaf) for leaf in fresh]
+    extra = max((length for each in named for length in each if length <= MAX_PROBED_TOKENS), default=0)
+    row = _Row.computed(module, new_caches, (PASSES[0] + extra, *PASSES[1:]))
+    kinds = [_kind(seen, row.lengths) for seen in row.of_leaf]
+    forms: list[StateForm | None] = [
+        None if is_known(leaf) or max(lengths, default=0) > MAX_PROBED_TOKENS else _state_form(seen, row.lengths)
+        for leaf, lengths, seen in zip(fresh, named, row.of_leaf, strict=True)
+    ]
+    if any(forms) and finding(lambda: _prove(module, new_caches, row, forms)) is not None:
+        forms = [None] * len(forms)
+    return tuple(
+        LeafForm("cut" if form else kind, form, *_sizes(seen[0].state, seen[1].state, row.lengths))
+        for form, kind, seen in zip(forms, kinds, row.of_leaf, strict=True)
+    )
+
+
+# --- a row that is looked at -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`of_leaf`: for each leaf its copies, as it was after each pass, when the row had so many tokens (`lengths`)."""
+
+    tokens: list[int]
+    lengths: list[int]
+    of_leaf: list[tuple[Any, ...]]
+
+    @classmethod
+    def computed(cls, module: Callable[..., Any], new_caches: Callable[[], list[Any]], passes: Sequence[int]) -> "_Row":
+        tokens = [1 + (37 * place + place * place) % 89 for place in range(sum(passes))]
+        caches, lengths, seen = new_caches(), list(accumulate(passes)), []
+        for start, end in pairwise((0, *lengths)):
+            _run(module, caches, tokens[start:end])
+            seen.append([with_arrays(leaf, mx.contiguous) for leaf in flat_caches(caches)])
+            mx.eval(held_arrays(seen[-1]))
+        return cls(tokens, lengths, list(zip(*seen, strict=True)))
+
+
+def _run(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int]) -> mx.array:
+    logits: mx.array = module(mx.array([list(tokens)]), cache=caches)[0, -1]
+    mx.eval(logits, held_arrays(caches))
+    return logits
+
+
+def _kind(seen: Sequence[Any], lengths: Sequence[int]) -> LeafKind:
+    """A cache that a model does not write at every pass cannot be cut, whatever its class; one that it never writes, a
+    layer without attention, holds nothing to be kept."""
+    kind = leaf_kind(seen[0])
+    if kind != "cut" or [leaf.offset for leaf in seen] == list(lengths):
+        return kind
+    return "whole" if any(leaf.offset for leaf in seen) else "none"
+
+
+def _state_form(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | None:
+    """How a leaf of which these are copies can be cut; None where it cannot."""
+    states = [list(_entries(leaf.state)) for leaf in seen]
+    if len({len(entries) for entries in states}) != 1:
+        return None
+    found = [_entry_form(entries, lengths) for entries in zip(*states, strict=True)]
+    axes = tuple(axis for axis, _ in found)
+    if all(axis is None for axis in axes):
+        return None
+    kept = iter(found)
+    return StateForm(_mapped(seen[0].state, lambda _: next(kept)[1]), axes)
+
+
+def _entry_form(values: Sequence[Any], lengths: Sequence[int]) -> tuple[int | None, Any]:
+    """The axis of tokens of one entry of a state, if it has a row for each; else what stands in its place."""
+    if all(isinstance(value, mx.array) for value in values):
+        for axis in range(values[0].ndim if values[0].ndim > 1 else 0):
+            if [value.shape[axis] for value in values] == list(lengths) and _are_stable(values, axis):
+                return axis - values[0].ndim, None
+        return None, None
+    if list(values) == list(lengths):
+        return None, _COUNT
+    is_constant = not any(isinstance(value, mx.array) for value in values) and all(each == values[0] for each in values)
+    return None, values[0] if is_constant else None
+
+
+def _are_stable(values: Sequence[mx.array], axis: int) -> bool:
+    """Whether later arrays begin with the earlier ones."""
+    return all(
+        mx.array_equal(mx.take(later, mx.arange(earlier.shape[axis]), axis=axis), earlier)
+        for earlier, later in pairwise(values)
+    )
+
+
+def _prove(
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], row: _Row, forms: Sequence[StateForm | None]
+) -> None:
+    """Cut leaves out of a longer row, let them go on and compare them with it. Raises ValueError for a difference."""
+    first, second = row.lengths[:2]
+    caches = new_caches()
+    for leaf, form, seen in zip(flat_caches(caches), forms, row.of_leaf, strict=True):
+        if form is None:
+            vars(leaf).update(vars(with_arrays(seen[0], mx.contiguous)))
+        else:
+            form.fill(leaf, tuple(mx.contiguous(array[..., :first, :]) for array in form.rows(seen[1])))
+    _run(module, caches, row.tokens[first:second])
+    for leaf, form, seen in zip(flat_caches(caches), forms, row.of_leaf, strict=True):
+        if form is not None and not _are_alike(leaf.state, seen[1].state):
+            raise ValueError("what is cut out of a row does not go on like it")
+
+
+def _are_alike(ours: Any, theirs: Any) -> bool:
+    pairs = list(_entries(ours)), list(_entries(theirs))
+    return len(pairs[0]) == len(pairs[1]) and all(_is_alike(*pair) for pair in zip(*pairs, strict=True))
+
+
+def _is_alike(ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, mx.array) or not isinstance(theirs, mx.array):
+        return bool(type(ours) is type(theirs) and ours == theirs)
+    if ours.shape != theirs.shape:
+        return False
+    if not ours.size or not mx.issubdtype(ours.dtype, mx.floating):
+        return bool(mx.array_equal(ours, theirs))
+    largest = float(mx.abs(theirs).max().item())  # type: ignore[arg-type]
+    return bool(mx.allclose(ours, theirs, rtol=0, atol=MAX_ERROR * largest))
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+_COUNT = object()
+
+
+def _entries(state: Any) -> Iterator[Any]:
+    """What stands in a state, in order: lists and tuples taken apart."""
+    if isinstance(state, list | tuple):
+        for each in state:
+            yield from _entries(each)
+    else:
+        yield state
+
+
+def _mapped(state: Any, change: Callable[[Any], Any]) -> Any:
+    """A state of the same build with each entry changed, in order."""
+    if isinstance(state, list | tuple):
+        return type(state)([_mapped(each, change) for each in state])
+    return change(state)
+
+
+def _sizes(early: Any, late: Any, lengths: Sequence[int]) -> tuple[float, int]:
+    """Bytes per token, and bytes that do not grow, of a state after the first and the second pass."""
+    before, after = list(_entries(early)), list(_entries(late))
+    if len(before) != len(after):
+        before = [None] * len(after)
+    per_token, fixed = 0.0, 0
+    for was, array in zip(before, after, strict=True):
+        if not isinstance(array, mx.array):
+            continue
+        if not isinstance(was, mx.array) or was.shape != array.shape:
+            num_new = array.nbytes - (was.nbytes if isinstance(was, mx.array) else 0)
+            per_token += max(0, num_new) / (lengths[1] - lengths[0])
+        elif array.ndim > 2 and _has_slots(was, array, *lengths[:2]):
+            per_token += array.nbytes / array.shape[TOKEN_AXIS]
+        else:
+            fixed += array.nbytes
+    return per_token, fixed
+
+
+def _has_slots(was: mx.array, array: mx.array, first: int, end: int) -> bool:
+    """Whether an array that kept its shape has places ahead: the earlier rows are still there."""
+    has_room = array.size > 0 and array.shape[TOKEN_AXIS] >= end
+    return has_room and bool(mx.array_equal(was[..., :first, :], array[..., :first, :]))

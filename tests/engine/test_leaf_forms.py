@@ -1,0 +1,153 @@
+"""What a leaf of a row's caches holds is found out on the model: which classes can be cut, and which are not."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache
+
+from kvserve.engine.kv_buffers import held_arrays, with_arrays
+from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, find_forms
+from kvserve.engine.snapshot import CacheLayout
+
+WIDTH = 4
+
+
+class Indexed(KVCache):
+    """Keeps a number for each token besides, in an object of its own, and what is worked out from these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index: mx.array | None = None
+        self.pairs: mx.array | None = None
+        self.inner: Any = None
+
+    def note(self, numbers: mx.array) -> None:
+        self.index = numbers if self.index is None else mx.concatenate([self.index, numbers], axis=1)
+        num_pairs = self.index.shape[1] // 2
+        self.pairs = self.index[:, : 2 * num_pairs].reshape(1, num_pairs, 2).sum(axis=-1)
+
+    @property
+    def state(self) -> Any:
+        if self.keys is None:
+            return None, (self.index, self.pairs), "a word", 0
+        rows = (self.keys[..., : self.offset, :], self.values[..., : self.offset, :])
+        return rows, (self.index, self.pairs), "a word", self.offset
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        (self.keys, self.values), (self.index, self.pairs), _, self.offset = value
+
+
+class Forgets(Indexed):
+    """What is worked out from the numbers is not worked out again."""
+
+    def note(self, numbers: mx.array) -> None:
+        sums = mx.cumsum(numbers, axis=1)[:, -1:]
+        self.index = numbers if self.index is None else mx.concatenate([self.index, numbers], axis=1)
+        self.pairs = sums if self.pairs is None else self.pairs + sums
+
+
+class Window(Indexed):
+    """Names a length that no trial can pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_size = MAX_PROBED_TOKENS + 1
+
+
+class Reader:
+    """A stand-in for a model: writes every token into its caches, but for `lazy` ones, which prefills alone write."""
+
+    def __init__(self, lazy: bool = False) -> None:
+        self.lazy = lazy
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        rows = mx.broadcast_to(tokens[:, None, :, None].astype(mx.float32), (1, 1, tokens.shape[1], WIDTH))
+        total = mx.zeros(())
+        for leaf in cache:
+            if isinstance(leaf, ArraysCache):
+                before = leaf[0]
+                leaf[0] = rows.sum(axis=2) if before is None else before + rows.sum(axis=2)
+                continue
+            if self.lazy and tokens.shape[1] == 1:
+                continue
+            keys, _ = leaf.update_and_fetch(rows, rows)
+            total = total + keys.sum()
+            if isinstance(leaf, Indexed):
+                leaf.note(tokens.astype(mx.float32))
+                total = total + leaf.pairs.sum()
+        return mx.broadcast_to(total, (1, tokens.shape[1], 8))
+
+
+def form(new_cache: Any, **reader: Any) -> LeafForm:
+    [found] = find_forms(Reader(**reader), lambda: [new_cache()])
+    return found
+
+
+def test_what_has_a_row_for_each_token_is_cut_whatever_its_class() -> None:
+    """And goes on from the cut like the row that it was cut from: keys, values, what stands beside them, and what
+    follows from it."""
+    [found] = forms = find_forms(Reader(), lambda: [Indexed()])
+    assert found.kind == "cut" and found.state_form is not None
+    layout = CacheLayout(lambda: [Indexed()], forms=forms)
+    assert layout.is_cuttable
+    long, short = [Indexed()], [Indexed()]
+    Reader()(mx.arange(1, 41)[None], long)
+    kv = layout.read_kv(long, 0, 40)
+    Reader()(mx.arange(1, 24)[None], short)
+    cut = layout.restore([(kv, 0, 11), (kv, 11, 23)], None, 0)
+    Reader()(mx.array([[7]]), cut)
+    Reader()(mx.array([[7]]), short)
+    assert cut[0].offset == short[0].offset == 24
+    assert mx.array_equal(cut[0].pairs, short[0].pairs) and mx.array_equal(cut[0].state[0][0], short[0].state[0][0])
+    [moved] = layout.move_kv(long, [0, 40])
+    assert all(mx.array_equal(*pair) for pair in zip(moved.leaves[0], kv.leaves[0], strict=True))
+    assert long[0].empty() and long[0].index is None
+    with pytest.raises(ValueError, match="given their KV away"):
+        layout.move_kv(long, [0, 40])
+
+
+@pytest.mark.parametrize(
+    ("new_cache", "reader"),
+    [
+        (Forgets, {}),
+        (Window, {}),
+        (KVCache, {"lazy": True}),
+        (Indexed, {"lazy": True}),
+        (lambda: RotatingKVCache(64, keep=4), {}),
+        (lambda: ArraysCache(1), {}),
+    ],
+)
+def test_what_cannot_be_cut_is_kept_whole(new_cache: Any, reader: Any) -> None:
+    """A sum over all tokens, a length that was not tried, a cache that is not written at every pass, whose class says
+    otherwise, a window that keeps its first tokens, a recurrent state."""
+    assert (form(new_cache, **reader).kind, form(new_cache, **reader).state_form) == ("whole", None)
+
+
+def test_what_classes_say_is_believed_where_the_model_writes_it() -> None:
+    """Plain keys and values and windows are read as ever; a class that mlx-lm joins by hand is cut by its state."""
+    assert [form(KVCache), form(lambda: RotatingKVCache(8)).kind] == [LeafForm("cut", None, *sizes(KVCache)), "window"]
+    assert form(ConcatenateKVCache).kind == "cut"
+
+
+def sizes(new_cache: Any) -> tuple[float, int]:
+    found = form(new_cache)
+    return found.per_token, found.fixed
+
+
+def test_bytes_are_those_that_grow_and_those_that_do_not() -> None:
+    """Of a class that is not known: per token keys, values, a number and half a sum; a state is as large as ever."""
+    assert sizes(Indexed) == (pytest.approx(4 * (2 * WIDTH + 1.5), rel=0.1), 0)
+    assert sizes(lambda: ArraysCache(1)) == (0, 4 * WIDTH)
+
+
+def test_a_copy_goes_as_deep_as_the_object() -> None:
+    """Lists of caches of either library, and arrays in objects inside them: what the row writes later is not in it."""
+    inner, outer = KVCache(), Indexed()
+    outer.inner = inner
+    inner.update_and_fetch(mx.ones((1, 1, 3, WIDTH)), mx.ones((1, 1, 3, WIDTH)))
+    twin = with_arrays(outer, mx.contiguous)
+    inner.update_and_fetch(mx.ones((1, 1, 3, WIDTH)), mx.ones((1, 1, 3, WIDTH)))
+    assert (twin.inner.offset, int(twin.inner.keys.sum().item()), len(held_arrays(twin))) == (3, 3 * WIDTH, 2)
+    assert twin.inner.keys is not inner.keys
