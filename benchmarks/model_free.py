@@ -171,6 +171,8 @@ class ModelFree:
         self.engine = PlaybackEngine(model, settings)
         self._settings = settings
         self._told: FinishedTurn | None = None
+        self.context: tuple[int, ...] = ()
+        """The ids of the newest turn, prompt and answer."""
         self._ids = GivenIds()
         self._recorded_ids: tuple[str, ...] = ()
         engine: Any = self.engine
@@ -231,6 +233,7 @@ class ModelFree:
             pass
         given = [block.call_id for block in running.said.blocks if isinstance(block, ToolCallBlock)]
         self._ids.give(self._recorded_ids, given)
+        self.context = running.context.ids
         told = self._told
         assert told is not None
         explanation = told.explanation
@@ -266,12 +269,15 @@ _PARSERS: Mapping[str, Callable[..., ChatRequest | MessagesRequest | ResponsesRe
 def script_of(served: ServedModel, prompt: Sequence[int], reply: Reply) -> Script:
     """An answer as a model of this family writes it behind this prompt."""
     tokenizer = served.tokenizer
-    tail = tokenizer.decode(prompt[-TAIL_TOKENS:]).rstrip()
-    text = f"{_thinking(reply, tail, served)}{reply.content}"
+    return Script(tokenizer.encode(text_of(served, prompt, reply)), stop_token(tokenizer, bool(reply.calls)))
+
+
+def text_of(served: ServedModel, prompt: Sequence[int], reply: Reply) -> str:
+    """Its text: of a family that is in none of these forms with the calls that the server tells it of."""
+    tail = served.tokenizer.decode(prompt[-TAIL_TOKENS:]).rstrip()
     calls = "".join(_calls(reply, served.output_format.name))
-    if calls:
-        text += ("\n" if reply.content else "") + calls
-    return Script(tokenizer.encode(text), stop_token(tokenizer, bool(calls)))
+    gap = "\n" if calls and reply.content else ""
+    return f"{_thinking(reply, tail, served)}{reply.content}{gap}{calls}"
 
 
 def _thinking(reply: Reply, tail: str, served: ServedModel) -> str:

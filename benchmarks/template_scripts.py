@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_free import ModelFree, Script, script_of, stop_token
+from benchmarks.model_free import ModelFree, Script, stop_token, text_of
 from benchmarks.recordings import Reply
 from benchmarks.template_cases import call, tool
 from benchmarks.template_model import Model
@@ -45,7 +45,7 @@ class NativeScripts:
         said = self.sayable(reply)
         text = self._text(said, opens_reasoning=opens_thinking(self._model, decode(prompt[-TAIL_TOKENS:])))
         if isinstance(text, NotRendered):  # no words for calls
-            text = decode(script_of(served, prompt, said).ids)
+            text = text_of(served, prompt, said)
         self._num_written += 1
         ids = odd_ids(self._model, text, self._num_written)
         return Script(ids, stop_token(served.tokenizer, bool(said.calls)))
