@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
+from benchmarks.template_model import load_model
 from kvserve.app.wiring import engine_settings, identity_settings, request_defaults
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
@@ -24,12 +25,10 @@ from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import CacheLease, PrefixCache
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.identity.conversations import Conversations
-from kvserve.output.formats import select_format
-from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.images import Images
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
-from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
@@ -143,6 +142,14 @@ class PlaybackEngine:
             pass
 
 
+def _loaded(folder: Path, module: Any, vocab_size: int) -> LoadedModel:
+    """The model in a folder with these layers in place of its own. One without weights sees no pictures."""
+    sizes = KvSize(fixed=0, per_token=0)
+    if next(folder.glob("*.safetensors"), None) is not None:
+        return replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=sizes)
+    return LoadedModel(module, {}, vocab_size, CONTEXT_TOKENS, weight_bytes=0, active_weight_bytes=0, sizes=sizes)
+
+
 def _images(model: LoadedModel, template: ChatTemplate) -> Images | None:
     """What reads the pictures of a vision checkpoint."""
     if model.vision is None:
@@ -152,37 +159,40 @@ def _images(model: LoadedModel, template: ChatTemplate) -> Images | None:
 
 
 class ModelFree:
-    """One model's template and tokenizer behind the server's own code, with default settings and memory without end."""
+    """One model's template and tokenizer behind the server's own code, with default settings and memory without end.
+    Its folder needs no weights. `write` makes what its model writes of an answer."""
 
     def __init__(self, folder: Path, *, is_cuttable: bool) -> None:
         settings = Settings()
-        tokenizer = load_tokenizer(folder)
-        template = ChatTemplate(tokenizer)
-        markers = learn_markers(tokenizer, template)
-        module: Any = _Layers(is_cuttable=is_cuttable)
-        model = replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=KvSize(fixed=0, per_token=0))
-        added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+        self.model = load_model(folder)
+        self.write: Callable[[ServedModel, Sequence[int], Reply], Script] = script_of
+        tokenizer = self.model.tokenizer
+        model = _loaded(folder, _Layers(is_cuttable=is_cuttable), tokenizer.vocab_size)
         self.engine = PlaybackEngine(model, settings)
         self._settings = settings
         self._told: FinishedTurn | None = None
+        self.context: tuple[int, ...] = ()
+        """The ids of the newest turn, prompt and answer."""
         self._ids = GivenIds()
         self._recorded_ids: tuple[str, ...] = ()
         engine: Any = self.engine
         self.served = ServedModel(
             name="model-free",
             tokenizer=tokenizer,
-            template=template,
-            markers=markers,
-            stitcher=Stitcher.of(tokenizer, template, markers),
+            template=self.model.template,
+            markers=self.model.markers,
+            stitcher=self.model.stitcher,
             conversations=Conversations(identity_settings(settings)),
-            output_format=select_format("auto", tokenizer.chat_template or "", added, None),
-            added_tokens=added,
+            output_format=self.model.output_format,
+            added_tokens={token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()},
             engine=engine,
             defaults=request_defaults(settings),
             vocab_size=model.vocab_size,
             context_limit=CONTEXT_TOKENS,
             observe=Observer(lambda *_: None, self._finished),
-            images=_images(model, template),
+            images=_images(model, self.model.template),
+            call_ids=self.model.call_ids,
+            unheld_calls=self.model.unheld,
         )
 
     def forget(self) -> None:
@@ -205,7 +215,8 @@ class ModelFree:
         if self._ids:
             body = json.dumps(self.sent(json.loads(body))).encode()
         self._recorded_ids = reply.call_ids if reply is not None else ()
-        self.engine.script = lambda asked: script_of(served, asked.prompt.ids, reply).cut(max_tokens) if reply else None
+        write = self.write
+        self.engine.script = lambda asked: write(served, asked.prompt.ids, reply).cut(max_tokens) if reply else None
         parse = _PARSERS.get(request.path, parse_chat)
         asked = parse(json.loads(body), request.headers, self.served.defaults, RequestId(f"free{number}"))
         return serve_turn(asked.turn, self.served)
@@ -222,6 +233,7 @@ class ModelFree:
             pass
         given = [block.call_id for block in running.said.blocks if isinstance(block, ToolCallBlock)]
         self._ids.give(self._recorded_ids, given)
+        self.context = running.context.ids
         told = self._told
         assert told is not None
         explanation = told.explanation
@@ -257,12 +269,15 @@ _PARSERS: Mapping[str, Callable[..., ChatRequest | MessagesRequest | ResponsesRe
 def script_of(served: ServedModel, prompt: Sequence[int], reply: Reply) -> Script:
     """An answer as a model of this family writes it behind this prompt."""
     tokenizer = served.tokenizer
-    tail = tokenizer.decode(prompt[-TAIL_TOKENS:]).rstrip()
-    text = f"{_thinking(reply, tail, served)}{reply.content}"
+    return Script(tokenizer.encode(text_of(served, prompt, reply)), stop_token(tokenizer, bool(reply.calls)))
+
+
+def text_of(served: ServedModel, prompt: Sequence[int], reply: Reply) -> str:
+    """Its text: of a family that is in none of these forms with the calls that the server tells it of."""
+    tail = served.tokenizer.decode(prompt[-TAIL_TOKENS:]).rstrip()
     calls = "".join(_calls(reply, served.output_format.name))
-    if calls:
-        text += ("\n" if reply.content else "") + calls
-    return Script(tokenizer.encode(text), _stop_token(tokenizer, bool(calls)))
+    gap = "\n" if calls and reply.content else ""
+    return f"{_thinking(reply, tail, served)}{reply.content}{gap}{calls}"
 
 
 def _thinking(reply: Reply, tail: str, served: ServedModel) -> str:
@@ -303,11 +318,16 @@ def _bare(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-ENDS = (("<|im_end|>", "<|im_end|>"), ("<end_of_turn>", "<end_of_turn>"), ("<|user|>", "<|observation|>"))
+ENDS = (
+    *((end, end) for end in ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")),
+    ("<|return|>", "<|call|>"),
+    ("<|user|>", "<|observation|>"),
+)
 """The token that ends an answer, and one with calls, by family: the pair that a vocabulary has counts."""
 
 
-def _stop_token(tokenizer: Tokenizer, has_calls: bool) -> int:
+def stop_token(tokenizer: Tokenizer, has_calls: bool) -> int:
+    """What an answer of this vocabulary's model ends with."""
     for ends in ENDS:
         token = tokenizer.token_id(ends[has_calls])
         if token is not None and token in tokenizer.stop_token_ids:

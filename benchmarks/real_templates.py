@@ -25,8 +25,7 @@ def row_of_template(name: str, columns: Collection[str] = tuple(COLUMNS)) -> Row
     wanted = [column for column in columns if column in COLUMNS]
     with tempfile.TemporaryDirectory(prefix="kvserve-template-") as scratch:
         row = row_of(name, template_folder(name, Path(scratch)), wanted)
-    needs_model = LOOPS in columns and name not in WHOLE_VOCABULARIES
-    return replace(row, cells=(*row.cells, *cells_of(name))) if needs_model else row
+    return replace(row, cells=(*row.cells, *cells_of(name))) if LOOPS in columns else row
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -56,6 +56,19 @@ CONVENTIONS: Mapping[str, Convention] = {
         not_thinking={"reasoning_effort": "low"},
         lead="<|channel|>final<|message|>",
     ),
+    "qwen3, whole vocabulary": Convention(("<|im_end|>",), is_cuttable=True),
+    "gemma3, whole vocabulary": Convention(
+        ("<end_of_turn>",), is_cuttable=True, takes_tools=False, alternates=True, folds_system=True
+    ),
+    "gpt_oss, whole vocabulary": Convention(("<|end|>", "<|call|>", "<|return|>"), is_cuttable=True, thinking={}),
+    "llama3_1, whole vocabulary": Convention(("<|eot_id|>", "<|eom_id|>"), is_cuttable=True),
+    "deepseek_v3_1, whole vocabulary": Convention(
+        ("<\uff5cend\u2581of\u2581sentence\uff5c>",),
+        is_cuttable=True,
+        takes_tools=False,
+        thinking={"thinking": True},
+        not_thinking={"thinking": False},
+    ),
 }
 
 RECORDED_FAMILIES = ("qwen3", "qwen3_5", "gemma3", "glm4_moe_lite")

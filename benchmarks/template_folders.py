@@ -1,7 +1,7 @@
 """Model folders without weights for real chat templates: a small vocabulary with the control tokens that the real
 tokenizers have, the template, and the ids that end an answer.
 
-It knows tokens and files, no rendering.
+It knows tokens and files, and how small a model can be, no rendering.
 """
 
 import json
@@ -11,8 +11,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+
 from benchmarks.recordings import shared_folder
+from kvserve.demo.families import FAMILIES, ModelScale
 from kvserve.demo.vocabulary import GEMMA3, GEMMA4, GLM, HARMONY, LLAMA, QWEN, DemoControlTokens, train, write_tokenizer
+from kvserve.prompt.tokenizer import load_tokenizer
 
 SHARED = shared_folder()
 TEMPLATES = sorted(file.stem for file in (SHARED / "templates").glob("*.jinja")) if SHARED is not None else []
@@ -20,6 +26,7 @@ TEMPLATES = sorted(file.stem for file in (SHARED / "templates").glob("*.jinja"))
 
 NUM_TEXT_TOKENS = 1_200
 CONTEXT_TOKENS = 131_072
+THINNEST = ModelScale(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=1, num_kv_heads=1)
 
 _TOOL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _THINK_TAGS = ("<think>", "</think>")
@@ -171,6 +178,19 @@ def whole_folder(name: str, root: Path) -> Path:
     (folder / "tokenizer.json").write_bytes(lzma.decompress((packed / "tokenizer.json.xz").read_bytes()))
     shutil.copyfile(packed / "tokenizer_config.json", folder / "tokenizer_config.json")
     (folder / "chat_template.jinja").write_text(source_of(template), encoding="utf-8")
+    return folder
+
+
+def add_weights(folder: Path) -> Path:
+    """Make a folder of a whole vocabulary that of a model, as small as one can be: its embedding is the most of it."""
+    tokenizer = load_tokenizer(folder)
+    num_rows = 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
+    keys = FAMILIES["qwen3"].configure(THINNEST, num_rows, CONTEXT_TOKENS)
+    config = keys | {"eos_token_id": sorted(tokenizer.stop_token_ids), "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     return folder
 
 

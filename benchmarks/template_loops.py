@@ -7,17 +7,26 @@ that was read and written before must be found again, as far as the template lea
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from benchmarks.led_server import LedServer, led_server
-from benchmarks.model_free import Script
+from benchmarks.model_free import Script, text_of
+from benchmarks.recordings import Reply
 from benchmarks.template_calls import TOOLS
 from benchmarks.template_cases import call, result, user
 from benchmarks.template_cell import Cell, Dropped, Judged, judged
-from benchmarks.template_folders import SHARED, control_tokens_of, source_of
+from benchmarks.template_folders import (
+    SHARED,
+    WHOLE_VOCABULARIES,
+    add_weights,
+    control_tokens_of,
+    source_of,
+    whole_folder,
+)
 from benchmarks.template_model import Model, load_model
 from benchmarks.template_reference import Conversation, NotRendered, Reference, Wire
 from benchmarks.template_replay import as_the_model_writes, moved, num_common
@@ -73,6 +82,8 @@ class Loop:
         if isinstance(text, NotRendered):
             plain = _plainer(turn)
             text = as_the_model_writes(self.model, self.reference, plain, TOOLS[:1], opens_reasoning=opens)
+        if isinstance(text, NotRendered) and turn.get("tool_calls"):  # no words for calls: the server's own
+            text = text_of(self.server.served, prompt, _reply(turn))
         if isinstance(text, NotRendered):
             self.failure, text = text.reason, "It is so."
         self.written = odd_ids(self.model, text, number)
@@ -83,6 +94,11 @@ def _plainer(turn: Wire) -> Wire:
     """One call and no words, where a template writes no more."""
     calls = turn.get("tool_calls") or ()
     return {**turn, "content": None, "tool_calls": list(calls[:1])} if calls else turn
+
+
+def _reply(turn: Wire) -> Reply:
+    calls = tuple((each["function"]["name"], each["function"]["arguments"]) for each in turn["tool_calls"])
+    return Reply(content=turn["content"] or "", calls=calls)
 
 
 def loop_cells(server: LedServer, model: Model, reference: Reference) -> Iterator[Cell]:
@@ -126,11 +142,21 @@ def _judge(loop: Loop, kept: Sequence[int], num_cached: int, num_said: int) -> J
 
 def cells_of(name: str) -> tuple[Cell, ...]:
     """The cells of a real template, on a model that is built for it."""
+    with _looping_template(name) as (server, model, reference):
+        return tuple(loop_cells(server, model, reference))
+
+
+@contextlib.contextmanager
+def _looping_template(name: str) -> Iterator[tuple[LedServer, Model, Reference]]:
+    if name in WHOLE_VOCABULARIES:
+        with tempfile.TemporaryDirectory(prefix="kvserve-loop-") as scratch, _whole(name, Path(scratch)) as served:
+            yield served
+        return
     control = control_tokens_of(name, source_of(name))
     assert SHARED is not None, "source_of raises before"
     family = replace(FAMILIES["qwen3"], name=name, control=control, template=str(SHARED / "templates" / name))
-    with looping(family) as (server, model, reference):
-        return tuple(loop_cells(server, model, reference))
+    with looping(family) as served:
+        yield served
 
 
 @contextlib.contextmanager
@@ -139,6 +165,16 @@ def looping(family: Family) -> Iterator[tuple[LedServer, Model, Reference]]:
     with tempfile.TemporaryDirectory(prefix="kvserve-loop-") as scratch:
         with mock.patch.dict(build.ALL_FAMILIES, {family.name: family}):
             folder = build.build_model(family.name, Path(scratch) / "model", scale=SMALLEST, answer_tokens=None)
-        model, reference = load_model(folder), Reference(folder)
-        with led_server(folder, Path(scratch)) as server:
-            yield server, model, reference
+        with _served(folder, Path(scratch)) as served:
+            yield served
+
+
+def _whole(name: str, scratch: Path) -> AbstractContextManager[tuple[LedServer, Model, Reference]]:
+    return _served(add_weights(whole_folder(name, scratch)), scratch)
+
+
+@contextlib.contextmanager
+def _served(folder: Path, scratch: Path) -> Iterator[tuple[LedServer, Model, Reference]]:
+    model, reference = load_model(folder), Reference(folder)
+    with led_server(folder, scratch) as server:
+        yield server, model, reference

@@ -225,15 +225,17 @@ def as_the_model_writes(
     reasoning, tools = turn.get("reasoning_content"), tools if turn.get("tool_calls") else ()
     plain = {name: value for name, value in turn.items() if name != "reasoning_content"}
     if model.output_format.channels == "harmony" and turn.get("tool_calls") and turn.get("content"):
-        return _with_preamble(model, reference, plain, tools)
-    native = native_turn(model, reference, plain, tools)
-    if isinstance(native, NotRendered):
-        return native
-    said = _without_empty_thinking(model, native.text)
+        text = _with_preamble(model, reference, plain, tools)
+    else:
+        native = native_turn(model, reference, plain, tools)
+        text = native if isinstance(native, NotRendered) else native.text
+    if isinstance(text, NotRendered):
+        return text
+    said = _without_empty_thinking(model, text)
     if reasoning is None:
         return f"{_closing(model)}\n\n{said}" if opens_reasoning else said
     thought = native_turn(model, reference, turn, tools, thinking=True)
-    is_shown = not isinstance(thought, NotRendered) and "kwthought" in thought.text
+    is_shown = not isinstance(thought, NotRendered) and reasoning.strip() in thought.text
     if is_shown and thought.opens_reasoning == opens_reasoning:  # type: ignore[union-attr]
         return thought.text  # type: ignore[union-attr]
     if not _THINKS.search(reference.source):

@@ -115,12 +115,13 @@ def odd_ids(model: Model, text: str, seed: int) -> tuple[int, ...]:
         if part in tokens:
             ids += model.tokenizer.encode(part)
             continue
-        while part:
-            size = draw.randint(1, 9)
-            while size < len(part) and not (part[size - 1].isascii() and part[size].isascii()):
-                size += 1
-            ids += model.tokenizer.encode(part[:size])
-            part = part[size:]
+        start = 0
+        while start < len(part):
+            end = start + draw.randint(1, 9)
+            while end < len(part) and not (part[end - 1].isascii() and part[end].isascii()):
+                end += 1
+            ids += model.tokenizer.encode(part[start:end])
+            start = end
     assert model.tokenizer.decode(ids) == text
     return tuple(ids)
 

@@ -9,7 +9,6 @@ import io
 import re
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -24,7 +23,8 @@ from mlx_vlm.utils import load, prepare_inputs
 from PIL import Image
 
 from benchmarks.figure import Bound, Figure
-from benchmarks.own_turn import Turns
+from benchmarks.model_free import ModelFree
+from benchmarks.own_turn import Loop, Turns
 from benchmarks.reuse import (
     ANSWER_TOKENS,
     SIZES,
@@ -211,7 +211,8 @@ def own_figure(folders: dict[str, Path], num_rounds: int) -> Figure:
 
     Both are milliseconds of one thread, so its processor time is taken: who else is at work on the machine is left out.
     """
-    text, vision = (Turns(TEXT, folders[family], time.thread_time) for family in (TEXT, VISION))
+    is_cuttable = CONVENTIONS[TEXT].is_cuttable
+    text, vision = (Turns(ModelFree(folders[family], is_cuttable=is_cuttable), Loop()) for family in (TEXT, VISION))
     theirs, ours = rounds(num_rounds, text.own_seconds, vision.own_seconds)
     return Figure(
         "vision",

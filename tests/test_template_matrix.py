@@ -74,7 +74,7 @@ def test_the_cells_of_a_real_template_are_those_that_are_held(name: str) -> None
 
 @here
 @pytest.mark.long
-@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+@pytest.mark.parametrize("name", (*TEMPLATES, *WHOLE_VOCABULARIES))
 def test_the_closed_loops_of_a_real_template_are_those_that_are_held(name: str) -> None:
     """Six turns over HTTP, in the template's own form."""
     row = row_of_template(name, (LOOPS,))

@@ -103,9 +103,8 @@ def conform(
     write. With `control` the messages are guarded; the tools must be already. Raises BadRequest for an image.
     """
     call_ids = call_ids or {}
-    if tools and not dialect.tools:
-        memory = None  # its conversations begin without that description
-    known = memory.find(messages, call_ids) if memory is not None else None
+    described = dialect.words.tools(tools) if tools and not dialect.tools else ""
+    known = memory.find(messages, call_ids, described) if memory is not None else None
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
     placing.call_ids = call_ids
     new = enumerate(messages[num_known:], num_known)
@@ -115,8 +114,8 @@ def conform(
             placing.note("tools described where they change", step.index)
     if control is not None:
         steps = list(guarded_steps(steps, dialect.form, control))
-    if tools and not dialect.tools:
-        steps = list(_with_tools_described(steps, dialect.words.tools(tools)))
+    if described and known is None:
+        steps = list(_with_tools_described(steps, described))
         placing.note("tools described in the system message", 0)
     num_given = len(steps)
     while steps and _says_nothing(steps[-1], dialect):
@@ -125,8 +124,8 @@ def conform(
         for lowered in placing.lowered(placing.with_name(step)):
             placing.place(lowered)
     ends_with_answer = bool(steps) and steps[-1].kind == "assistant"
-    if memory is not None and steps and len(steps) == num_given and not ends_with_answer:
-        memory.keep(messages, placing, steps)
+    if memory is not None and messages and steps and len(steps) == num_given and not ends_with_answer:
+        memory.keep(messages, placing, steps, described)
     continues = ends_with_answer and placing.last_kind == "assistant"
     if not continues:
         placing.bridge_to_answer(len(messages))
@@ -161,7 +160,7 @@ class ConformMemo:
     """The placed beginnings of conversations in one dialect, within a number of bytes.
 
     They are found by the identity of the message objects: a next turn has those of the last one while these are
-    remembered.
+    remembered. `described` are the tools that stand in words at the beginning.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -171,20 +170,21 @@ class ConformMemo:
         """Forget all of them."""
         self._known.clear()
 
-    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _PlacedTalk | None:
+    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str], described: str) -> _PlacedTalk | None:
         """The longest known beginning whose calls are written with these ids."""
         for index in range(len(messages) - 1, -1, -1):
-            known = self._known.get((index, id(messages[index])))
+            known = self._known.get((index, id(messages[index]), described))
             if known is None or known.messages != tuple(messages[: index + 1]):
                 continue
             if known.placing.wrote_with(call_ids):
                 return known
         return None
 
-    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[PromptStep]) -> None:
+    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[PromptStep], described: str) -> None:
         """Remember these placed messages; all but the `new` steps were found here."""
         num_bytes = _BYTES_PER_PLACED * len(messages) + sum(map(_num_bytes, new))
-        self._known.put((len(messages) - 1, id(messages[-1])), _PlacedTalk(tuple(messages), placing.copy()), num_bytes)
+        key = (len(messages) - 1, id(messages[-1]), described)
+        self._known.put(key, _PlacedTalk(tuple(messages), placing.copy()), num_bytes + len(described))
 
 
 _BYTES_PER_PLACED = 128

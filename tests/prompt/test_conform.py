@@ -1,5 +1,6 @@
 """Nothing is refused, dropped or hoisted, whatever the template: the laws over generated conversations."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -197,14 +198,18 @@ def test_a_conversation_that_no_form_saves_is_told_in_plain_text() -> None:
 
 @sampled_cells(lambda name: name not in IN_FULL_ONLY)
 @pytest.mark.parametrize("name", NAMES)
-@given(messages=conversations(), cuts=st.lists(st.integers(0, 12), max_size=4), with_tools=st.booleans())
+@given(
+    messages=conversations(),
+    cuts=st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=4),
+    with_tools=st.booleans(),
+)
 @settings(max_examples=num_examples(6), deadline=None)
 def test_with_a_memory_the_steps_are_the_same(name: str, messages, cuts, with_tools) -> None:
-    """Whatever was placed before, shorter or longer: the steps, what the template reads, and the notes."""
+    """Whatever was placed before, shorter or longer, with tools or without: the steps, what the template reads, and the
+    notes."""
     dialect, memory = dialect_of(name, with_tools), ConformMemo(2**20)
-    tools = TOOLS if with_tools else ()
-    for cut in [*cuts, len(messages), len(messages)]:
-        said = messages[:cut]
+    for cut, offers in [*cuts, *[(len(messages), with_tools)] * 2]:
+        said, tools = messages[:cut], TOOLS if offers else ()
         assert conform(said, tools, dialect, memory) == conform(said, tools, dialect)
 
 
@@ -218,3 +223,17 @@ def test_a_next_turn_is_placed_from_where_the_last_one_ended() -> None:
     other = conform([user("one"), answer("2"), talk[2]], (), dialect, memory)
     assert [step.text for step in other.steps] == ["one", "2", "three"]
     assert conform([*talk], (), dialect, ConformMemo(0)) == first
+
+
+def test_a_next_turn_is_placed_from_there_where_tools_are_words_too() -> None:
+    """Of a conversation with these very tools; with others, or none, it begins with another message."""
+    dialect, memory = dialect_of("gemma3", False), ConformMemo(2**20)
+    assert not dialect.tools
+    other = replace(TOOLS[0], name="other_tool")
+    talk = [system("Help."), user("one"), answer("two"), user("three")]
+    first = conform(talk, TOOLS, dialect, memory)
+    longer = [*talk, answer("four"), user("five")]
+    whole = conform(longer, TOOLS, dialect, memory)
+    assert all(mine is theirs for mine, theirs in zip(whole.dicts, first.dicts, strict=False))
+    for tools in (TOOLS, (other,), ()):
+        assert conform(longer, tools, dialect, memory) == conform(longer, tools, dialect)
