@@ -146,7 +146,7 @@ def _loaded(folder: Path, module: Any, vocab_size: int) -> LoadedModel:
     """The model in a folder with these layers in place of its own. One without weights sees no pictures."""
     sizes = KvSize(fixed=0, per_token=0)
     if next(folder.glob("*.safetensors"), None) is not None:
-        return replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=sizes)
+        return replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=sizes, leaf_forms=None)
     return LoadedModel(module, {}, vocab_size, CONTEXT_TOKENS, weight_bytes=0, active_weight_bytes=0, sizes=sizes)
 
 

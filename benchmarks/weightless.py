@@ -50,4 +50,4 @@ def weightless_model(
     module: Any = Weightless(num_layers, num_heads, head_dim, vocab_size=8, num_states=num_states)
     per_token = 2 * num_layers * num_heads * head_dim * mx.float32.size
     fixed = num_states * head_dim * mx.float32.size
-    return replace(model, module=module, sizes=KvSize(fixed=fixed, per_token=per_token))
+    return replace(model, module=module, sizes=KvSize(fixed=fixed, per_token=per_token), leaf_forms=None)
