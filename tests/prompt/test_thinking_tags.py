@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvserve.core import Message, TextBlock
+from kvserve.core import ContentDelta, Message, TextBlock
 from kvserve.output.formats import select_format
 from kvserve.output.said import MessageReader
+from kvserve.output.splitter import Splitter
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.thinking_tags import thinking_tags
@@ -21,6 +22,11 @@ OTHERS = {
     "none": "",
     "of two words": "{% if m.thinking %}<muse> {{ m.thinking }} </muse> <say>{% endif %}",
     "alike": "{% if m.thinking %}<muse>{{ m.thinking }}<muse>{% endif %}",
+    "without an opening one": "{% if m.thinking %}{{ m.thinking }}</muse>{% endif %}",
+    "a word": "{% if m.thinking %}thinking\n{{ m.thinking }}\n<|end|>{% endif %}",
+    "a title": "{% if m.thinking %}Thought:\n{{ m.thinking }}\nAnswer:\n{% endif %}",
+    "behind half of a tag": "{% if m.thinking %}<|a|>muse<|b|>{{ m.thinking }}<|c|>muse<|b|>{% endif %}<|a|>say<|b|>",
+    "a sign": "{% if m.thinking %}#\n{{ m.thinking }}\n##\n{% endif %}",
 }
 
 
@@ -59,6 +65,19 @@ def test_a_prompt_knows_whether_it_opened_thinking(tail: str) -> None:
     assert prompt.opens_reasoning is bool(tail)
     output_format = select_format("auto", text, ["<muse>"], None, thinking=template.own_tags)
     assert MessageReader.under(output_format, ())("x <muse>Hm.</muse> Yes.") == ("Hm.", "x  Yes.", ())
+
+
+@pytest.mark.parametrize("name", ["without an opening one", "a word", "a title", "a sign"])
+def test_an_answer_that_thought_nothing_is_shown(name: str) -> None:
+    """Whatever its lines begin with: what thinking stands between cannot be told from what is said."""
+    text = source(OTHERS[name])
+    template = ChatTemplate(tokenizer_of(byte_level_backend(), text))
+    prompt = template.write((Message("user", (TextBlock("hi"),)),), thinking=True)
+    output_format = select_format("auto", text, ["<|text|>"], None, thinking=template.own_tags)
+    answer = "thinking of it:\n# Yes\nThought: no"
+    splitter = Splitter(output_format, starts_in_reasoning=prompt.opens_reasoning, tools=())
+    said = [*splitter.feed(answer), *splitter.finish(cut=False)]
+    assert "".join(delta.text for delta in said if isinstance(delta, ContentDelta)) == answer
 
 
 def test_a_closing_tag_in_an_answer_hides_nothing() -> None:
