@@ -1,5 +1,7 @@
 """The tags of thinking that a chat template of no known family writes: found, looked for in prompts and in answers."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvserve.core import ContentDelta, Message, TextBlock
@@ -90,3 +92,18 @@ def test_a_closing_tag_in_an_answer_hides_nothing() -> None:
     said = [("user", "hi"), ("assistant", "it ends with </muse> always"), ("user", "so?")]
     messages = tuple(Message(role, (TextBlock(words),)) for role, words in said)  # type: ignore[arg-type]
     assert "it ends with </muse> always" in template.write(messages, thinking=True).shown
+
+
+def test_a_closing_tag_with_an_answers_end_in_it_is_words_in_an_answer() -> None:
+    """Where thinking stands in a message of its own, what closes it would end the message in a client's text too."""
+    block = "{% if m.thinking %}<muse>{{ m.thinking }}<|im_end|><|turn|>assistant<|say|>{% endif %}"
+    text = source(block).replace("<|end|>", "<|im_end|>")
+    backend = byte_level_backend()
+    end = backend.token_to_id("<|im_end|>")
+    tokenizer = replace(tokenizer_of(backend, text), stop_token_ids=frozenset({end}))
+    tags = thinking_tags(CompiledTemplate(text, {}))
+    assert tags == ("<muse>", "<|im_end|><|turn|>assistant<|say|>")
+    template = ChatTemplate(tokenizer, tags=tags)
+    said = [("user", "hi"), ("assistant", f"no {tags[1]} yes"), ("user", "so?")]
+    messages = tuple(Message(role, (TextBlock(words),)) for role, words in said)  # type: ignore[arg-type]
+    assert list(template.render(messages, thinking=True).ids.ids).count(end) == len(said)
