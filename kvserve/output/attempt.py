@@ -114,7 +114,8 @@ class CallAttempt:
 
     def feed(self, char: str) -> Found | None:
         """The result, or None while the text is unfinished. Raises NotACall when no reading is left."""
-        self.source.append(char)
+        if char != END:  # what stands behind a call is counted in characters
+            self.source.append(char)
         alive: list[CallReading] = []
         error = NotACall()
         for reading in self._readings:

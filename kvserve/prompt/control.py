@@ -70,14 +70,15 @@ def spared_tags(
     """The tags that stay unmarked in an assistant's text: those of thinking and of calls.
 
     Clients send thinking and calls back inside the text, and templates look for the tags there. A tag that also
-    surrounds a user's text, or ends an answer, is not spared: it would end the message.
+    surrounds a user's text, or has what ends an answer in it, is not spared: it would end the message.
     """
     if sample is None:
         return frozenset()
-    stops = {tokenizer.decode([id]) for id in tokenizer.stop_token_ids}
+    stops = {tokenizer.decode([id]) for id in tokenizer.stop_token_ids} - {""}
     of_calls = {token for token in tokens if token in sample.calls and token not in sample.talk}
     known = {tag for tag in tags if any(token in tag for token in tokens)}
-    return frozenset(tag for tag in known | of_calls if tag not in stops and tag not in sample.user)
+    ending = {tag for tag in known | of_calls if any(stop in tag for stop in stops)}
+    return frozenset(tag for tag in (known | of_calls) - ending if tag not in sample.user)
 
 
 class ControlTokens:

@@ -16,6 +16,7 @@ from kvserve.prompt.writing import REASONING_TAGS
 
 _THOUGHT, _SAID = "kwthought", "kwsaid"
 _BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_TAG = re.compile(r"[^\w\s]\S*\w\S*")
 _LAST_TAG = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])\Z")
 
 
@@ -28,7 +29,7 @@ def own_thinking_tags(tokenizer: Tokenizer) -> ThinkTags | None:
 
 def thinking_tags(template: CompiledTemplate) -> ThinkTags | None:
     """The opening and the closing tag; None where those of a known family stand in the template, where it writes no
-    thinking, and where that stands between anything else than two words."""
+    thinking, where that stands between anything else than two words, and where these could be prose."""
     if THINK_CLOSE in template.source or any(opening in template.source for opening, _ in REASONING_TAGS):
         return None
     prober = Prober(template, arguments=keep_arguments(template))
@@ -47,12 +48,22 @@ def _found(prober: Prober, form: WireForm) -> ThinkTags | None:
         return None
     before, _, behind = text.partition(user.text)[2].partition(_THOUGHT)
     before, closing = before.rstrip(), behind.partition(_SAID)[0].strip()
-    headers = (_shared(before, lead) for lead in _leads(prober, form, asked))
-    opening = before[min(headers, default=len(before)) :].strip()
-    if not opening and (last := _LAST_TAG.search(before)) is not None:  # each answer has a block, if an empty one
+    leads = [*_leads(prober, form, asked)]
+    opening = before[min((_shared(before, lead) for lead in leads), default=len(before)) :].strip()
+    if not opening and _have_block(leads, before, closing) and (last := _LAST_TAG.search(before)) is not None:
         opening = last.group()
-    words = [len(tag.split()) for tag in (opening, closing)]
-    return (opening, closing) if words == [1, 1] and opening != closing else None
+    return (opening, closing) if _is_tag(opening) and _is_tag(closing) and opening != closing else None
+
+
+def _have_block(leads: list[str], before: str, closing: str) -> bool:
+    """Whether every answer has the tags, with nothing between them if nothing was thought. Else all that a model says
+    before a closing tag, which may never come, would be thinking."""
+    return bool(leads) and all(lead[len(before) :].lstrip().startswith(closing) for lead in leads)
+
+
+def _is_tag(text: str) -> bool:
+    """Whether it is one word that no line of prose, of a list or of code begins with by chance."""
+    return _TAG.fullmatch(text) is not None
 
 
 def _leads(prober: Prober, form: WireForm, asked: list[PromptStep]) -> Iterator[str]:

@@ -81,10 +81,13 @@ def _read_system(fields: Fields) -> str | None:
 
 
 def _read_system_text(value: object, path: str) -> str:
-    blocks = _read_content(value, path)
-    if any(not isinstance(block, TextBlock) for block in blocks):
-        raise mistyped(path, "text", value)
-    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    said, was_ours = "", False
+    for block in _read_content(value, path):
+        if not isinstance(block, TextBlock):
+            raise mistyped(path, "text", value)
+        said += "\n" * bool(said and (was_ours or block.is_ours)) + block.text  # a file's lines are its own
+        was_ours = block.is_ours
+    return said
 
 
 _read_content = content_reader(PLAIN_PARTS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvserve.core import ToolSpec
+from kvserve.core import ContentDelta, ToolSpec
 from kvserve.output.formats import select_format
 from kvserve.output.splitter import Splitter
 from tests.calls import calls_of
@@ -45,3 +45,13 @@ def test_a_function_that_is_closed_is_whole_at_the_end(call: str, arguments: str
     if call is CODER:
         [(_, _, is_cut)] = read("<function=", whole.removesuffix("</function>"), size=size)
         assert is_cut, "the control"
+
+
+@pytest.mark.parametrize("name", ["look", "nobody"])
+def test_prose_behind_a_function_without_its_last_tag_is_content_to_the_letter(name: str) -> None:
+    """Also behind a call of a tool that is not offered, which is certain only at the end."""
+    call = CODER.removesuffix("\n</tool_call>").replace("look", name)
+    splitter = Splitter(select_format("auto", "<function=", (), None), starts_in_reasoning=False, tools=TOOLS)
+    deltas = [*splitter.feed(f"{call}That is all."), *splitter.finish(cut=False)]
+    assert [end.call.arguments for end in calls_of(deltas)] == ['{"q": "a b"}']
+    assert "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)) == "That is all."

@@ -1,5 +1,7 @@
 """Agents on the wire: what a new one is to be, how one is told, and what an answer says of it."""
 
+from base64 import b64encode
+
 import pytest
 
 from kvserve.core import (
@@ -39,6 +41,13 @@ def test_the_system_prompt_has_two_names_and_two_forms(name: str) -> None:
     assert parse_create({name: ""}).system_prompt is parse_create({name: None}).system_prompt is None
     with pytest.raises(BadRequest, match="both given"):
         parse_create({"system_prompt": "a", "system": "a"})
+
+
+def test_a_file_in_a_system_prompt_stands_on_lines_of_its_own() -> None:
+    """As it does in a message: glued to the client's words it could not be told from them."""
+    file = {"type": "file", "file": {"file_data": b64encode(b"one\ntwo").decode(), "filename": "notes.txt"}}
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}, file, {"type": "text", "text": "Go."}]
+    assert parse_create({"system": parts}).system_prompt == "Be brief.\nnotes.txt\none\ntwo\nGo."
 
 
 def test_times_are_iso_8601_in_utc() -> None:
