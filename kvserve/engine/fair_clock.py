@@ -2,8 +2,14 @@
 streams are to step for the time that prompts took. Numbers only; the scheduler says what was computed.
 """
 
+from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
+
+NUM_OWN_STEPS = 15
+LEAST_COUNTED = 0.9
+"""Of a step beside prompts at least so much counts: what slows it more than that slows the chunks of prompts, too."""
 
 
 class FairClock[R: Hashable]:
@@ -70,12 +76,16 @@ class FairClock[R: Hashable]:
 class StreamShare:
     """What streams are owed of the time that prompts take beside them: `share` of all of it, a number below 1.
 
-    `slice_seconds`: how long prompts compute since the last step.
+    They keep that share of their own pace: a step that is slower behind a chunk, which left nothing of theirs in the
+    processor's caches, counts as one of those that they took alone. `slice_seconds`: how long prompts compute since the
+    last step.
     """
 
     share: float
     owed_seconds: float = 0.0
     slice_seconds: float = 0.0
+    _num_rows: int = 0
+    _own_steps: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_OWN_STEPS))
 
     def prefilled(self, seconds: float, *, is_beside_streams: bool) -> None:
         """Note how long a prompt was computed. Where no client reads, streams that were owed something are gone."""
@@ -85,7 +95,17 @@ class StreamShare:
         else:
             self.owed_seconds = 0.0
 
-    def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
-        """Note how long streams stepped; what they had too much is a prompt's while there is one."""
+    def stepped(self, num_rows: int, seconds: float, *, is_beside_prompts: bool) -> None:
+        """Note how long so many streams stepped; what they had too much is a prompt's while there is one."""
         self.slice_seconds = 0.0
-        self.owed_seconds = self.owed_seconds - seconds if is_beside_prompts else 0.0
+        if num_rows != self._num_rows:
+            self._num_rows = num_rows
+            self._own_steps.clear()
+        if not is_beside_prompts:
+            self._own_steps.append(seconds)
+        self.owed_seconds = self.owed_seconds - self._counted(seconds) if is_beside_prompts else 0.0
+
+    def _counted(self, seconds: float) -> float:
+        if not self._own_steps:
+            return seconds
+        return max(min(seconds, median(self._own_steps)), LEAST_COUNTED * seconds)

@@ -47,8 +47,8 @@ class WaitingPrompt[R: Hashable]:
 class PromptFacts[R: Hashable]:
     """A row whose prompt is not computed yet. `finish`: where the fair clock stands when equal shares end it.
 
-    `num_left_tokens` are its own to compute; before it may begin, `awaits` computes `num_awaited_tokens` that both
-    have. `is_held`: something else keeps it, such as the disk.
+    `num_left_tokens` are its own to compute, after the `num_computed_tokens` that were; before it may begin, `awaits`
+    computes `num_awaited_tokens` that both have. `is_held`: something else keeps it, such as the disk.
     """
 
     row: R
@@ -57,6 +57,7 @@ class PromptFacts[R: Hashable]:
     awaits: R | None = None
     num_awaited_tokens: int = 0
     is_held: bool = False
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,13 @@ class Stream[R: Hashable]:
 class Machine:
     """What was computed so far. `fair_now`: where the fair clock stands. `owed_seconds`: so long streams are to step
     before a prompt continues. `slice_seconds`: how long prompts compute since the last step. `tokens_per_second`: of
-    prefill; None before anything was measured."""
+    prefill; None before anything was measured. `stream_share`: of the time beside prompts, below 1."""
 
     fair_now: float = 0.0
     owed_seconds: float = 0.0
     slice_seconds: float = 0.0
     tokens_per_second: float | None = None
+    stream_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,11 @@ CHUNK_SECONDS_BESIDE_STREAMS = 0.25
 """The longest that a stream waits for a prompt. How much of the time prompts get is not decided by it."""
 
 SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
-"""A shorter one is hardly worth a pass."""
+"""A shorter one is hardly worth a pass: streams step before the next."""
+
+LONG_PROMPT_SECONDS = 1.0
+"""A prompt that was computed for so long pays streams for its last chunk beforehand: behind it they are alone, and what
+they were owed would never come. A shorter one, a warm turn say, would have its first token twice as late."""
 
 CHUNK_SECONDS_ALONE = 1.0
 PREFILL_SLICE_SECONDS = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
@@ -178,12 +184,12 @@ def urgency[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> dict[R, float]:
     return urgent
 
 
-def first_token_seconds[R: Hashable](facts: Facts[R], share: float) -> dict[R, float]:
+def first_token_seconds[R: Hashable](facts: Facts[R]) -> dict[R, float]:
     """How long each prompt takes to its first token if no other row comes; nothing where no rate is known."""
     if not (rate := facts.machine.tokens_per_second):
         return {}
     if facts.streams:
-        rate *= 1 - share
+        rate *= 1 - facts.machine.stream_share
     num_tokens, found, done_for_others = 0, dict[R, float](), dict[R, int]()
     for prompt in sorted(facts.prompts, key=lambda prompt: prompt.finish):
         if prompt.awaits is not None:
@@ -242,11 +248,25 @@ def _beside_streams[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> Pre
     short ones that come together enter together."""
     machine = facts.machine
     left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.slice_seconds
-    if machine.owed_seconds <= 0:  # a long step was more than they were owed
-        return PrefillChunk(prompt.row, max(left_seconds, -machine.owed_seconds, SHORTEST_CHUNK_SECONDS))
+    last_share = _share_of_last_chunk(facts, prompt)
+    if last_share and machine.owed_seconds + last_share > 0:
+        return DecodeStep(is_for_all=machine.slice_seconds > 0)
+    longest = max(left_seconds, -machine.owed_seconds)  # a long step was more than they were owed
+    if machine.owed_seconds <= 0 and longest >= SHORTEST_CHUNK_SECONDS:
+        return PrefillChunk(prompt.row, longest)
     if machine.slice_seconds > 0 and _ends_within(facts, prompt, left_seconds):
         return PrefillChunk(prompt.row, left_seconds)
     return DecodeStep(is_for_all=machine.slice_seconds > 0)
+
+
+def _share_of_last_chunk[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> float:
+    """Seconds that streams step for a long prompt's last chunk; 0 for another chunk or prompt."""
+    rate, share = facts.machine.tokens_per_second, facts.machine.stream_share
+    if rate is None or prompt.num_computed_tokens < rate * LONG_PROMPT_SECONDS:
+        return 0.0
+    if not _ends_within(facts, prompt, CHUNK_SECONDS_BESIDE_STREAMS):
+        return 0.0
+    return prompt.num_left_tokens / rate * share / (1 - share)
 
 
 def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:

@@ -73,13 +73,15 @@ class ChunkLength:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
+    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`, the last `num_computed` of
+    them by its own chunks."""
 
     row: Row
     cache_lease: CacheLease
     caches: list[Any]
     num_done: int
     num_last_tokens: int = 0
+    num_computed: int = 0
     images: RowImages | None = None
     tokens: list[int] = field(init=False)
 
@@ -124,6 +126,7 @@ class Prefill:
     def advance(self, num_tokens: int) -> None:
         """Note that its caches hold so many tokens more."""
         self.num_done += num_tokens
+        self.num_computed += num_tokens
         self.num_last_tokens = max(num_tokens, ALIGNMENT_TOKENS)
         self.row.report_progress(self.num_done)
 

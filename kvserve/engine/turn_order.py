@@ -123,7 +123,7 @@ class TurnOrder:
             self._prefilled_at += seconds
             for row in (*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills)):
                 row.progressed_at += seconds
-        self._streams.stepped(seconds, is_beside_prompts=bool(self._prefills))
+        self._streams.stepped(self._pool.num_rows, seconds, is_beside_prompts=bool(self._prefills))
         if not self._prefills and not self._waiting_for_prefix:
             self._clock.rest()
 
@@ -198,7 +198,8 @@ class TurnOrder:
         finish, awaited = self._clock.finish, self._waiting_for_prefix.awaited()
         num_done = {prefill.row: prefill.num_done for prefill in self._prefills}
         for prefill in self._prefills:
-            yield PromptFacts(prefill.row, finish(prefill.row), prefill.num_left)
+            num_computed = prefill.num_computed
+            yield PromptFacts(prefill.row, finish(prefill.row), prefill.num_left, num_computed_tokens=num_computed)
         for row in self._waiting_for_prefix.rows():
             other, num_tokens = awaited.get(row, (None, 0))
             num_awaited = max(0, num_tokens - num_done.get(other, 0)) if other is not None else 0
@@ -207,12 +208,12 @@ class TurnOrder:
 
     def _machine(self) -> Machine:
         streams, rate = self._streams, self._prefills.chunk_length.slowest_tokens_per_second
-        return Machine(self._clock.now, streams.owed_seconds, streams.slice_seconds, rate)
+        return Machine(self._clock.now, streams.owed_seconds, streams.slice_seconds, rate, streams.share)
 
     def _tell(self, facts: Facts[Row]) -> None:
         """Note on each row how long it takes to its first token; now and then tell clients of prompts that wait,
         too."""
-        seconds = first_token_seconds(facts, self._streams.share)
+        seconds = first_token_seconds(facts)
         for prompt in facts.prompts:
             prompt.row.first_token_seconds = seconds.get(prompt.row)
         now = time.monotonic()

@@ -49,12 +49,13 @@ class Fair:
                 row.num_left,
                 row.awaits[0] if row.awaits is not None else None,
                 row.awaits[1] - row.awaits[0].num_done if row.awaits is not None else 0,
+                num_computed_tokens=row.num_computed,
             )
             for row in machine.prompts
         )
         streams = tuple(Stream(row, self._clock.finish(row), row.num_generated > 0) for row in machine.streams)
         rate, share = machine.trace.tokens_per_second, self._share
-        now = Machine(self._clock.now, share.owed_seconds, share.slice_seconds, rate)
+        now = Machine(self._clock.now, share.owed_seconds, share.slice_seconds, rate, SHARE)
         return plan(Facts(prompts=prompts, streams=streams, machine=now)).work
 
     def entered(self, row: SimRow) -> None:
@@ -67,8 +68,8 @@ class Fair:
         self._clock.advance(num_tokens)
         self._share.prefilled(seconds, is_beside_streams=is_beside_streams)
 
-    def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
-        self._share.stepped(seconds, is_beside_prompts=is_beside_prompts)
+    def stepped(self, num_rows: int, seconds: float, *, is_beside_prompts: bool) -> None:
+        self._share.stepped(num_rows, seconds, is_beside_prompts=is_beside_prompts)
         if not is_beside_prompts:
             self._clock.rest()
 
@@ -105,5 +106,5 @@ class FirstComeOldestShortest:
     def prefilled(self, num_tokens: int, seconds: float, *, is_beside_streams: bool) -> None:
         self._slice_seconds = (self._slice_seconds or 0.0) - seconds
 
-    def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
+    def stepped(self, num_rows: int, seconds: float, *, is_beside_prompts: bool) -> None:
         self._slice_seconds = None

@@ -61,7 +61,7 @@ class Policy(Protocol):
     def entered(self, row: SimRow) -> None: ...
     def left(self, row: SimRow, *, is_cancelled: bool) -> None: ...
     def prefilled(self, num_tokens: int, seconds: float, *, is_beside_streams: bool) -> None: ...
-    def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None: ...
+    def stepped(self, num_rows: int, seconds: float, *, is_beside_prompts: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ class Simulator:
         for row in self.streams:
             row.seconds_stepped += took
         self._pass(took)
-        self._policy.stepped(took, is_beside_prompts=bool(self.prompts))
+        self._policy.stepped(len(self.streams), took, is_beside_prompts=bool(self.prompts))
         for row in [*self.streams]:
             self._token(row, took)
         if not self.prompts:

@@ -108,10 +108,22 @@ def test_streams_are_owed_their_share_of_the_time_that_prompts_take(share: float
     account.prefilled(0.3, is_beside_streams=False)
     account.prefilled(0.2, is_beside_streams=True)
     assert (account.owed_seconds, account.slice_seconds) == (pytest.approx(owed), pytest.approx(0.5))
-    account.stepped(0.3, is_beside_prompts=True)
+    account.stepped(1, 0.3, is_beside_prompts=True)
     assert (account.owed_seconds, account.slice_seconds) == (pytest.approx(owed - 0.3), 0.0)
-    account.stepped(0.3, is_beside_prompts=False)
+    account.stepped(1, 0.3, is_beside_prompts=False)
     assert account.owed_seconds == 0.0
+
+
+@pytest.mark.parametrize(("beside", "counted"), [(0.010, 0.010), (0.0203, 0.020), (0.1, 0.09)])
+def test_a_step_beside_prompts_counts_as_one_of_those_that_streams_took_alone(beside: float, counted: float) -> None:
+    """One that is much slower tells of the machine. Other streams have another pace, which nobody knows yet."""
+    account = StreamShare(0.5)
+    for seconds in (0.5, 0.02, 0.019, 0.02, 0.021):
+        account.stepped(2, seconds, is_beside_prompts=False)
+    account.stepped(2, beside, is_beside_prompts=True)
+    assert account.owed_seconds == pytest.approx(-counted)
+    account.stepped(3, beside, is_beside_prompts=True)
+    assert account.owed_seconds == pytest.approx(-counted - beside)
 
 
 def test_what_streams_were_owed_goes_with_the_last_of_them() -> None:
@@ -120,6 +132,6 @@ def test_what_streams_were_owed_goes_with_the_last_of_them() -> None:
     account.prefilled(60.0, is_beside_streams=True)
     account.prefilled(0.1, is_beside_streams=False)
     assert account.owed_seconds == 0.0
-    account.stepped(5.0, is_beside_prompts=True)
+    account.stepped(1, 5.0, is_beside_prompts=True)
     account.prefilled(0.1, is_beside_streams=False)
     assert account.owed_seconds == 0.0

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_only_a_few_are_asked_about() -> None:
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-def work(*prompts: PromptFacts[str], streams: tuple[Stream[str], ...] = (), **machine: float) -> object:
+def work(*prompts: PromptFacts[str], streams: tuple[Stream[str], ...] = (), **machine: float | None) -> object:
     now = Machine(**{"tokens_per_second": 1000.0, **machine})
     return plan(Facts(prompts=prompts, streams=streams, machine=now)).work
 
@@ -197,6 +198,21 @@ def test_streams_get_what_they_are_owed_before_a_prompt_goes_on() -> None:
     assert work(long, streams=(READER,), owed_seconds=0.2) == DecodeStep(is_for_all=False)
 
 
+def test_streams_have_the_share_of_a_long_prompts_last_chunk_before_it() -> None:
+    """Behind it they are alone. A short prompt, or one whose end is not near, goes as soon as they had what they were
+    owed."""
+    last = PromptFacts("long", 1e6, 200, num_computed_tokens=4_000)
+    chunk = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS)
+    share: dict[str, Any] = {"streams": (READER,), "stream_share": 0.5}
+    assert work(last, **share) == DecodeStep(is_for_all=False)
+    assert work(last, owed_seconds=-0.19, **share) == DecodeStep(is_for_all=False)
+    assert work(last, owed_seconds=-0.2, **share) == chunk
+    assert work(last, owed_seconds=0.1, slice_seconds=0.01, **share) == DecodeStep(is_for_all=True)
+    assert work(replace(last, num_computed_tokens=999), **share) == chunk
+    assert work(replace(last, num_left_tokens=251), **share) == chunk
+    assert work(last, tokens_per_second=None, **share) == chunk
+
+
 def test_short_prompts_that_come_together_enter_together() -> None:
     """What is left of a chunk's time beside streams; and before anybody reads, for a while."""
     short = PromptFacts("short", 90.0, 100)
@@ -225,8 +241,8 @@ def test_what_is_told_of_first_tokens() -> None:
         PromptFacts("waiting", 500.0, 100, awaits="long", num_awaited_tokens=400),
         PromptFacts("short", 50.0, 50),
     )
-    facts = Facts(prompts=prompts, machine=Machine(tokens_per_second=1000.0))
-    assert first_token_seconds(facts, 0.5) == pytest.approx({"short": 0.05, "waiting": 0.55, "long": 8.15})
-    beside = first_token_seconds(replace(facts, streams=(READER,)), 0.5)
+    facts = Facts(prompts=prompts, machine=Machine(tokens_per_second=1000.0, stream_share=0.5))
+    assert first_token_seconds(facts) == pytest.approx({"short": 0.05, "waiting": 0.55, "long": 8.15})
+    beside = first_token_seconds(replace(facts, streams=(READER,)))
     assert beside == pytest.approx({"short": 0.1, "waiting": 1.1, "long": 16.3})
-    assert first_token_seconds(replace(facts, machine=Machine()), 0.5) == {}
+    assert first_token_seconds(replace(facts, machine=Machine())) == {}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, RequestId, TokenDelta
+from kvserve.engine import prefill as prefill_module
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import turn_order
 from kvserve.engine.decode import DecodePool
@@ -150,13 +151,13 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
         return call
 
     with running_engine(prefill_step_size=64, stream_share=share) as engine:
+        clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+        monkeypatch.setattr(scheduler_module, "time", clock)
+        monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
         with held(engine):
-            clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-            monkeypatch.setattr(scheduler_module, "time", clock)
             monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
-            monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
             long = engine.submit(request(prompt_of(1000, 1), 1))
         collect(long)
         running.cancel()
@@ -164,6 +165,35 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
     between = "".join("c" if what == "chunk" else "s" for what in done[first : last + 1])
     assert between.count("c") >= 1000 // 64
     assert {len(steps) for steps in between.strip("c").split("c") if steps} == {num_steps}
+
+
+def test_a_stream_has_the_share_of_a_long_prompts_last_chunk_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 tokens in a quarter of a second and 7 at the end, for which a step takes a sixteenth of a second twice."""
+    now, done = 0.0, list[str]()
+    compute, step_group = Prefill._compute, DecodePool._step_group
+
+    def taking(seconds: float, what: str, real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            done.append(what)
+            return real(*arguments)
+
+        return call
+
+    with running_engine(prefill_step_size=64) as engine:
+        clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+        for module in (scheduler_module, prefill_module):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "s", step_group))
+        monkeypatch.setattr(Prefill, "_compute", taking(0.25, "c", compute))
+        running = engine.submit(request(prompt_of(20), 100_000))
+        next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
+        long = engine.submit(request(prompt_of(200, 1), 1))
+        collect(long)
+        running.cancel()
+    between = "".join(done).strip("s").split("c")
+    assert [len(steps) for steps in between if steps][-3:] == [4, 4, 6]
 
 
 def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +211,14 @@ def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPat
         return call
 
     with running_engine(prefill_step_size=64) as engine:
+        clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+        monkeypatch.setattr(scheduler_module, "time", clock)
+        monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
         with held(engine):
-            clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-            monkeypatch.setattr(scheduler_module, "time", clock)
             monkeypatch.setattr(PrefixCache, "enter", taking(1.0, "restored", enter))
             monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
-            monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
             long = engine.submit(request(prompt_of(100, 1), 1))
         collect(long)
         running.cancel()
