@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from kvserve.app.model_factory import read_calls
 from kvserve.core import JSON_SPELLING, CallRow, JsonObject, PairParts, Spelling, ToolChoice, ToolSpec
@@ -414,6 +415,28 @@ def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     events = [*splitter.feed(text[: text.index("def")]), *splitter.finish(cut=True)]
     [end] = calls_of(events)
     assert end.is_cut and end.call.arguments == '{"path": "abc'
+
+
+# --- tags in what is no string ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sampled([name for name in PAIRED if name in ("shown", "seed_oss")], {"shown"}))
+def test_tags_in_what_python_shows_of_a_value_are_words(name: str) -> None:
+    """Of lists and objects the prompt has what transformers writes, to the letter, with no token of the form in it."""
+    of, pairs = family_of(name), PAIRED[name].pairs
+    assert pairs is not None
+    tag = pairs.closing.strip()
+    said: JsonObject = {"a": [tag, f"it's {tag} \\ufdd1 \\{tag}\n"], "b": {f'"{tag}"': {tag: None}}}
+    made = {"type": "function", "function": {"name": "any", "arguments": said}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [made]}]
+    prompts = [
+        of.template.write(conversation([("any", each)]), TOOLS, thinking=False) for each in (said, {"a": [1], "b": {}})
+    ]
+    judged = compile_template(source_of(name)).render(messages=messages, add_generation_prompt=True, **VARIABLES)
+    assert as_written(prompts[0].shown, PAIRED[name], [("any", said)]).strip() in judged
+    token = of.tokenizer.token_id(tag)
+    with_tags, without = (of.template.control.encode(prompt.text).count(token) for prompt in prompts)
+    assert with_tags == without > 0
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
