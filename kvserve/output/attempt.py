@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kvserve.core import CallParts, ToolSpec
 from kvserve.output.harmony import ChannelOpened
+from kvserve.output.tool_parsers.chains import text_before
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, CallForm, FindsEnd, NotACall, ParsedCall, Scan, text_before
+from kvserve.output.tool_parsers.form import END, CallForm, FindsEnd, NotACall, ParsedCall, Scan
 
 type Found = ChannelOpened | list[ParsedCall]
 type Broken = Callable[[str], FindsEnd]

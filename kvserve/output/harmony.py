@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.chains import end_of_call
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Reader, end_of_call, one_of, skip_space
+from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Reader, one_of, skip_space
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import json_container, write_json
 

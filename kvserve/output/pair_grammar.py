@@ -1,8 +1,9 @@
 """Writes grammar rules for a call's arguments in the forms that write each as a key and a value.
 
-A text ends where its reader ends it: at what closes a value with the next key's opening or the call's end behind it. It
-may hold either alone; what the reader takes for such an end in other white space cannot be written. Arguments come in
-the schema's order, and a text's inside is free, except in enumerations.
+A text ends at what closes a value with the next key's opening or the call's end behind it. It may hold either alone;
+both together, in whatever white space, cannot be written. So its reader ends it there too: a key always follows such an
+opening. The reader alone knows a text that holds both and no key behind them. Arguments come in the schema's order, and
+a text's inside is free, except in enumerations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

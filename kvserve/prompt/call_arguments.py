@@ -1,9 +1,12 @@
-"""Reads the JSON of a call's arguments where a template can have its values without a loss. It knows no messages."""
+"""Makes data of JSON, such as a call's arguments, that a template can have without a loss. It knows no messages."""
 
 import json
 import math
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import NoReturn
+
+from kvserve.prompt.control import MARK, keeping_marks
 
 
 def parsed_arguments(text: str) -> dict[str, object] | None:
@@ -20,7 +23,20 @@ def parsed_arguments(text: str) -> dict[str, object] | None:
         )
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return {keeping_marks(key): plain_data(item) for key, item in value.items()} if MARK in text else value
+
+
+def plain_data(value: object) -> object:
+    """The same JSON value of plain dicts and lists, which templates can iterate and dump, with marks that they keep."""
+    if isinstance(value, str):
+        return keeping_marks(value)
+    if isinstance(value, Mapping):
+        return {keeping_marks(str(key)): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    return value
 
 
 def _single_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -28,11 +28,27 @@ LIVE = "\ufdd4"
 
 _MARKS = re.compile(f"[{MARK}-{LIVE}]")
 _PRIVATE = re.compile(f"[{EDGE}{MARK}-{LIVE}]")
+_ESCAPED = re.compile(r"(\\\\)|\\ufdd1")
+"""Two backslashes, which Python shows of one, and the escape that it shows of a mark."""
 
 
 def shown(text: str) -> str:
     """A text without the marks, as the client and the template wrote it."""
     return text if text.isascii() else _MARKS.sub("", text)
+
+
+class _MarkedText(str):
+    """A text whose marks are marks in what Python shows of it too, as some templates write lists and objects."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return _ESCAPED.sub(lambda found: found[1] or MARK, super().__repr__())
+
+
+def keeping_marks(text: str) -> str:
+    """The same text, whose marks are kept however a template writes what it stands in."""
+    return _MarkedText(text) if MARK in text else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvserve.core import ToolCallBlock, ToolSpec
-from kvserve.prompt.call_arguments import parsed_arguments
+from kvserve.prompt.call_arguments import parsed_arguments, plain_data
 from kvserve.prompt.control import ControlTokens
-from kvserve.prompt.steps import PromptStep, WireForm, plain_data
+from kvserve.prompt.steps import PromptStep, WireForm
 
 
 def guarded_steps(steps: Sequence[PromptStep], form: WireForm, control: ControlTokens) -> Iterator[PromptStep]:

@@ -25,7 +25,7 @@ from kvserve.core import (
     ToolSpec,
 )
 from kvserve.errors import BadRequest
-from kvserve.prompt.call_arguments import parsed_arguments
+from kvserve.prompt.call_arguments import parsed_arguments, plain_data
 from kvserve.prompt.compiled import MessageDict, ToolDict
 
 # `start` and `end` stand for the borders of a conversation; `later_system` is a system message after anything else,
@@ -338,22 +338,13 @@ def tool_dicts(tools: Sequence[ToolSpec], form: WireForm | None = None) -> list[
 
 def function_dict(tool: ToolSpec) -> dict[str, object]:
     """One tool as a plain dict: what was not sent has no key. Missing parameters become empty ones."""
-    function: dict[str, object] = {"name": tool.name}
+    function: dict[str, object] = {"name": plain_data(tool.name)}
     if tool.description is not None:
-        function["description"] = tool.description
+        function["description"] = plain_data(tool.description)
     function["parameters"] = plain_data(tool.parameters) or {"type": "object", "properties": {}}
     if tool.strict is not None:
         function["strict"] = tool.strict
     return function
-
-
-def plain_data(value: object) -> object:
-    """The same JSON value of plain dicts and lists, which templates can iterate and dump."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    return value
 
 
 # --- the nearest form in plain text ----------------------------------------------------------------------------------

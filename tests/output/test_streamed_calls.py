@@ -151,9 +151,9 @@ def test_a_call_goes_out_while_it_is_written(form: ModuleType) -> None:
 
 def test_what_is_no_string_goes_out_when_it_is_whole() -> None:
     """A number or a word in a form of bare text has to be finished before its JSON is known."""
-    text = "<tool_call>write<arg_key>n</arg_key><arg_value>12</arg_value><arg_key>text"
+    text = "<tool_call>write<arg_key>n</arg_key><arg_value>12</arg_value><arg_key>text</arg_key><arg_value>"
     seen = [said(deltas) for deltas in steps(text, [WRITE])]
-    assert [piece for piece in seen if piece] == ['{"n": ', "12, "]
+    assert [piece for piece in seen if piece] == ['{"n": ', '12, "text": "']
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,10 @@ def test_a_call_inside_thinking_waits() -> None:
         (HEADS[hermes] + '{"text" :"a","n":12', '{"text": "a", "n": 12'),
         (HEADS[glm] + 'say "hi"\n</arg_', '{"text": "say \\"hi\\"\\n</arg_'),
         (HEADS[glm] + "a</arg_value><arg_key>n</arg_key><arg_value>12}", '{"text": "a", "n": "12}'),
-        (HEADS[glm] + "a</arg_value><arg_key>}", '{"text": "a", }'),
+        (HEADS[glm] + "a</arg_value><arg_key>}", '{"text": "a", "}'),
+        (HEADS[glm] + "a</arg_value><arg_key>n</arg_key>\n<arg_", '{"text": "a", "n</arg_key>\n<arg_'),
+        (HEADS[glm] + "a</arg_value><arg_key>\n</tool_call>", '{"text": "a</arg_value><arg_key>\\n</tool_call>'),
+        (HEADS[qwen_coder] + "\na\n</parameter>\n<parameter=n", '{"text": "a", "n'),
         (HEADS[qwen_coder] + "\na\n", '{"text": "a\\n'),
         (HEADS[qwen_coder] + "\na\n</parameter>\n</function", '{"text": "a\\n</parameter>\\n</function'),
     ],
@@ -283,8 +286,8 @@ def test_a_broken_call_ends_with_its_closing_tag(body: str, arguments: str) -> N
     assert not is_object(arguments)
 
 
-def test_a_broken_key_of_a_bare_form_is_in_the_arguments_too() -> None:
-    """A label that no key can be ends nothing: the rest goes on as it was written."""
-    text = HEADS[glm] + "a</arg_value><arg_key>foo\nbar</arg_key></tool_call>"
-    content, [end] = finished(text)
-    assert (content, end.call.arguments) == ("", '{"text": "a", foo\nbar</arg_key>')
+def test_what_is_no_key_of_a_bare_form_is_in_the_value() -> None:
+    """A label that no key can be ends nothing: the value goes on, and nothing of it was sent as another one's."""
+    value = "a</arg_value><arg_key>foo\nbar</arg_key>"
+    content, [end] = finished(f"{HEADS[glm]}{value}</arg_value></tool_call>")
+    assert (content, end.is_cut, json.loads(end.call.arguments)) == ("", False, {"text": value})

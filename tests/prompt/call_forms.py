@@ -14,14 +14,18 @@ from kvserve.core import (
     Message,
     TextBlock,
     ToolCallBlock,
+    ToolCallPiece,
+    ToolCallStart,
     ToolResultBlock,
     ToolSpec,
 )
-from kvserve.output.formats import may_spell_values, own_call_tag
+from kvserve.output.formats import OutputFormat, may_spell_values, own_call_tag
+from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers.derived import form_of
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
+from tests.calls import calls_of
 from tests.prompt.vocabularies import SHARED, TEMPLATES
 
 HEAD = (
@@ -184,6 +188,19 @@ def as_written(text: str, row: CallRow, calls: Sequence[tuple[str, JsonObject]])
 def _pattern(parts: CallParts) -> str:
     slots = {CallSlot.ID: r"[A-Za-z0-9]+", CallSlot.NUMBER: r"\d+"}
     return r"\s*" * bool(parts) + "".join(re.escape(p) if isinstance(p, str) else slots[p] for p in parts)
+
+
+def check_goes_out_as_written(output_format: OutputFormat, text: str) -> None:
+    """The text is a call of `read_file` with the path `abcdef` and 3 lines: its name goes out before the path's first
+    character, each piece of the path as it comes."""
+    splitter = Splitter(output_format, starts_in_reasoning=False, tools=(READ, ANY))
+    head, mark, rest = text.partition("abc")
+    events = splitter.feed(head + mark)
+    assert [type(event) for event in events] == [ToolCallStart, ToolCallPiece]
+    assert [event.text for event in events if isinstance(event, ToolCallPiece)] == ['{"path": "abc']
+    assert calls_of([*events, *splitter.feed(rest), *splitter.finish(cut=False)])[0].call.arguments == (
+        '{"path": "abcdef", "lines": 3}'
+    )
 
 
 READ = ToolSpec(

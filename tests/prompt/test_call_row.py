@@ -37,6 +37,7 @@ from tests.prompt.call_forms import (
     VARIABLES,
     WITH_IDS,
     as_written,
+    check_goes_out_as_written,
     conversation,
     found_row,
     source_of,
@@ -190,14 +191,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
 def test_a_call_goes_out_as_it_is_written(name: str) -> None:
     """The name before the arguments' first character, each piece of them as it comes."""
     text = written(name, ("read_file", {"path": "abcdef", "lines": 3}))
-    splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
-    head, mark, rest = text.partition("abc")
-    events = splitter.feed(head + mark)
-    assert [type(event).__name__ for event in events] == ["ToolCallStart", "ToolCallPiece"]
-    assert events[1].text == '{"path": "abc'  # type: ignore[union-attr]
-    assert calls_of([*events, *splitter.feed(rest), *splitter.finish(cut=False)])[0].call.arguments == (
-        '{"path": "abcdef", "lines": 3}'
-    )
+    check_goes_out_as_written(family_of(name).output_format, text)
 
 
 @every_form

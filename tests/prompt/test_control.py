@@ -23,6 +23,7 @@ from kvserve.core import (
 )
 from kvserve.prompt.control import LIVE, MARK, ControlTokens, shown
 from kvserve.prompt.images_text import mark_of, with_marks, with_words
+from kvserve.prompt.steps import tool_dicts
 from kvserve.prompt.template import ChatTemplate, PromptText
 from tests.laws import num_examples, sampled, sampled_cells
 from tests.prompt.samples import byte_level_backend, tokenizer_of
@@ -65,6 +66,7 @@ POSITIONS: dict[str, Callable[[str], Said]] = {
     "call argument": lambda text: _called(replace(CALL, arguments=_json({"q": text}))),
     "escaped argument": lambda text: _called(replace(CALL, arguments=_json({"q": text}).replace("<", "\\u003c"))),
     "argument name": lambda text: _called(replace(CALL, arguments=_json({text: "x"}))),
+    "inside an argument": lambda text: _called(replace(CALL, arguments=_json({"q": [text, {text: "x"}]}))),
     "broken arguments": lambda text: _called(replace(CALL, arguments='{"q": ' + text)),
     "call name": lambda text: _called(replace(CALL, name=text)),
     "call id": lambda text: _called(replace(CALL, call_id=text)),
@@ -110,7 +112,7 @@ def check_words(of: Family, place: str, text: str) -> None:
     without = of.stitcher.tokens(written(of, position("word"))).ids
     assert controls(of, ids) == controls(of, without)
     assert of.tokenizer.decode(ids) == prompt.shown
-    assert MARK not in prompt.shown
+    assert MARK not in prompt.shown and ascii(MARK)[1:-1] not in prompt.shown
     assert of.template.render(*position(text), thinking=False).ids.ids == ids
 
 
@@ -294,6 +296,19 @@ def test_template_arguments_are_a_clients_words_too() -> None:
     tokenizer = tokenizer_of(byte_level_backend(), source)
     prompt = ChatTemplate(tokenizer).render((HI,), thinking=False, template_arguments={"style": "brief<|im_end|>"})
     assert prompt.text.startswith("brief<|im_end|><|im_end|>user")
+    assert prompt.ids.ids.count(tokenizer.token_id("<|im_end|>")) == 2
+
+
+def test_in_a_tool_that_python_shows_they_are_words_too() -> None:
+    """Where a template writes tools without a filter: what Python shows of the tools as they were sent."""
+    source = "{{ tools }}{% for m in messages %}<|im_end|>{{ m.role }} {{ m.content }}{% endfor %}<|im_end|>assistant "
+    tokenizer = tokenizer_of(byte_level_backend(), source)
+    said = "it's <|im_end|> \\ufdd1 \\<|im_end|>\""
+    tool = replace(
+        LOOK, description=said, parameters={"type": "object", "properties": {said: {"enum": [said, [said]]}}}
+    )
+    prompt = ChatTemplate(tokenizer).render((HI,), (tool,), thinking=False)
+    assert prompt.text.startswith(repr(tool_dicts([tool]))) and repr({said: {"enum": [said, [said]]}}) in prompt.text
     assert prompt.ids.ids.count(tokenizer.token_id("<|im_end|>")) == 2
 
 

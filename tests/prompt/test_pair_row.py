@@ -2,6 +2,7 @@
 template writes, hold and replay."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from kvserve.app.model_factory import read_calls
 from kvserve.core import JSON_SPELLING, CallRow, JsonObject, PairParts, Spelling, ToolChoice, ToolSpec
@@ -39,6 +41,7 @@ from tests.prompt.call_forms import (
     VALUE,
     VARIABLES,
     as_written,
+    check_goes_out_as_written,
     conversation,
     found_row,
     rendered,
@@ -56,6 +59,13 @@ def written(name: str, *calls: tuple[str, JsonObject]) -> str:
     """These calls as the template itself writes them."""
     prompt = family_of(name).template.write(conversation(calls), TOOLS, thinking=False)
     return as_written(prompt.shown, PAIRED[name], calls)
+
+
+def half_key_of(name: str) -> str:
+    """What stands between a value and the next key."""
+    pairs = PAIRED[name].pairs
+    assert pairs is not None
+    return f"{pairs.closing}{pairs.between}{pairs.opening}"
 
 
 def test_the_parts_of_pairs_are_what_the_template_writes() -> None:
@@ -117,18 +127,59 @@ WORDS = (
 ODD = st.lists(st.sampled_from(WORDS), max_size=4).map("".join) | TEXTS
 
 
+def _tags(text: str) -> list[str]:
+    """The tags of a text, between which any white space may stand."""
+    return [part for part in re.split(r"\s*\n\s*|(?<=[>\]])(?=[<\[])", text) if part]
+
+
+def _ends(name: str) -> re.Pattern[str]:
+    """What ends a value: a whole next key, or what ends a call with the first tag behind it."""
+    row = PAIRED[name]
+    assert row.pairs is not None
+    leads = (row.pairs.value, row.pairs.other_value or row.pairs.value)
+    before = r"\s*".join(map(re.escape, _tags(half_key_of(name))))
+    ends = [rf"{before}[^<>\r\n]*?{re.escape(lead.removesuffix('\n'))}" for lead in leads]
+    for rest in (row.closing, row.between or ()):
+        behind = "".join(map(str, rest))[len(row.call_end.rstrip()) :]
+        ends.append(r"\s*".join(map(re.escape, [*_tags(row.pairs.closing + row.call_end), *_tags(behind)[:1]])))
+    return re.compile("|".join(ends))
+
+
 def _is_sayable(name: str, arguments: Mapping[str, object]) -> bool:
-    """Whether no string holds what ends a value: its closing and a tag of the form behind it."""
-    pairs, said = PAIRED[name].pairs, json.dumps(arguments, ensure_ascii=False)
-    assert pairs is not None
-    ends = sum(said.count(closing) for closing in {pairs.closing.strip(), "</arg>", "[END_VALUE]"})
-    return ends <= 1 and not set(PRIVATE) & set(said)
+    """Whether no value holds its own end, alone or with the beginning of what follows it."""
+    row, ends = PAIRED[name], _ends(name)
+    assert row.pairs is not None
+    tails = (f"{half_key_of(name)}k{row.pairs.value}", f"{row.pairs.closing}{''.join(map(str, row.closing))}")
+    for value in arguments.values():
+        said = value if isinstance(value, str) else row.pairs.spelling.written(value)
+        if any(found.start() < len(said) for tail in tails for found in [ends.search(said + tail)] if found):
+            return False
+    return not set(PRIVATE) & set(json.dumps(arguments, ensure_ascii=False))
+
+
+def _own_words(name: str) -> st.SearchStrategy[str]:
+    """Texts of the form's own parts and their halves."""
+    row = PAIRED[name]
+    assert row.pairs is not None
+    said = "".join(map(str, (*row.opening, *row.middle, *row.closing, *(row.between or ()))))
+    parts = (
+        *row.pairs.closing.split(),
+        row.pairs.opening,
+        row.pairs.value,
+        row.pairs.between,
+        row.call_end,
+        *_tags(said),
+    )
+    halves = (half for part in parts for half in (part[: len(part) // 2], part[len(part) // 2 :]))
+    words = sorted({*parts, *halves, half_key_of(name), "a", " ", "\n"} - {""})
+    return st.lists(st.sampled_from(words), max_size=6).map("".join)
 
 
 @pytest.mark.parametrize("name", sampled(PAIRED, {"joined", "own_lines", "minimax_m2", "deepseek_v3_2"}))
 def test_pairs_are_read_as_the_template_writes_them(name: str) -> None:
     """Any arguments of the types that a tool has, several calls, cut anywhere: the same values and no other text."""
-    values = ODD | JSON | st.none() | st.booleans()
+    own = _own_words(name)
+    values = ODD | own | st.lists(own, max_size=2) | JSON | st.none() | st.booleans()
     arguments = st.dictionaries(KEYS, values, max_size=3).filter(lambda said: _is_sayable(name, said))
 
     @settings(max_examples=num_examples(10), deadline=None)
@@ -217,14 +268,7 @@ def test_a_value_that_is_no_text_is_read_in_any_spelling() -> None:
 def test_a_string_goes_out_as_it_is_written(name: str) -> None:
     """The name with the first key, each piece of the value as it comes."""
     text = written(name, ("read_file", {"path": "abcdef", "lines": 3}))
-    splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
-    head, mark, rest = text.partition("abc")
-    events = splitter.feed(head + mark)
-    assert [type(event).__name__ for event in events] == ["ToolCallStart", "ToolCallPiece"]
-    assert events[1].text == '{"path": "abc'  # type: ignore[union-attr]
-    assert calls_of([*events, *splitter.feed(rest), *splitter.finish(cut=False)])[0].call.arguments == (
-        '{"path": "abcdef", "lines": 3}'
-    )
+    check_goes_out_as_written(family_of(name).output_format, text)
 
 
 @every_form
@@ -331,6 +375,39 @@ def test_a_second_key_that_breaks_off_goes_out_as_written(name: str) -> None:
 
 
 @every_form
+def test_a_value_may_hold_what_stands_before_a_key(name: str) -> None:
+    """No key follows there, so that it is the value's own; nothing of it is sent and taken back."""
+    half, pairs = half_key_of(name), PAIRED[name].pairs
+    assert pairs is not None
+    lead = pairs.value.strip()[:-1]
+    values = (half, f"{half}a", f"x{half}{lead}", f"{half}a\n{half}b{lead}\n", f"{half}{half}a <b>{pairs.value}")
+    said = [
+        (tool, {"path": value, **more})
+        for value in values
+        for tool, more in (("read_file", {"lines": 3}), ("read_file", {}), ("any", {"b": value}))
+    ]
+    text = written(name, *said)
+    for pieces in ([text], [*text]):
+        found, content = read(family_of(name).output_format, pieces)
+        assert [(tool, json.loads(each)) for tool, each in found] == said and content == ""
+
+
+@every_form
+def test_a_turn_that_ends_behind_half_a_key_loses_nothing(name: str) -> None:
+    """Where a key could still come the value is whole; where none can the value goes on."""
+    half = half_key_of(name)
+    text = written(name, ("read_file", {"path": f"ab{half}cd <e> fg"}))
+    for end, written_out in (("ab", "ab"), ("cd", "ab"), ("fg", f"ab{half}cd <e> fg")):
+        cut = text[: text.index(end, text.index("path") + len("path")) + len(end)]
+        splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
+        events = [*splitter.feed(cut), *splitter.finish(cut=True)]
+        [ended] = calls_of(events)
+        key = ', "cd' if end == "cd" else ""
+        value = json.dumps(written_out, ensure_ascii=False)[: None if key else -1]
+        assert ended.is_cut and ended.call.arguments == f'{{"path": {value}{key}'
+
+
+@every_form
 def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     """A call that the end cuts is no whole call, and nothing of it is lost."""
     text = written(name, ("read_file", {"path": "abcdef"}))
@@ -338,6 +415,28 @@ def test_an_unfinished_value_goes_out_as_written(name: str) -> None:
     events = [*splitter.feed(text[: text.index("def")]), *splitter.finish(cut=True)]
     [end] = calls_of(events)
     assert end.is_cut and end.call.arguments == '{"path": "abc'
+
+
+# --- tags in what is no string ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sampled([name for name in PAIRED if name in ("shown", "seed_oss")], {"shown"}))
+def test_tags_in_what_python_shows_of_a_value_are_words(name: str) -> None:
+    """Of lists and objects the prompt has what transformers writes, to the letter, with no token of the form in it."""
+    of, pairs = family_of(name), PAIRED[name].pairs
+    assert pairs is not None
+    tag = pairs.closing.strip()
+    said: JsonObject = {"a": [tag, f"it's {tag} \\ufdd1 \\{tag}\n"], "b": {f'"{tag}"': {tag: None}}}
+    made = {"type": "function", "function": {"name": "any", "arguments": said}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [made]}]
+    prompts = [
+        of.template.write(conversation([("any", each)]), TOOLS, thinking=False) for each in (said, {"a": [1], "b": {}})
+    ]
+    judged = compile_template(source_of(name)).render(messages=messages, add_generation_prompt=True, **VARIABLES)
+    assert as_written(prompts[0].shown, PAIRED[name], [("any", said)]).strip() in judged
+    token = of.tokenizer.token_id(tag)
+    with_tags, without = (of.template.control.encode(prompt.text).count(token) for prompt in prompts)
+    assert with_tags == without > 0
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
+from kvserve.output.tool_parsers.chains import ChainEnd, NextKey, UnfinishedKey, text_before
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import SPACE, Chain, ChainEnd, NotACall, ParsedCall, Reader, text_before
+from kvserve.output.tool_parsers.form import SPACE, Chain, NotACall, ParsedCall, Reader
 from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
 from kvserve.output.tool_parsers.python_text import read_python
 
@@ -67,12 +68,12 @@ class TypedArguments:
         self,
         key: str,
         *,
-        more: Chain,
+        more: NextKey,
         last: Sequence[Chain],
         may_lack_end: Sequence[Chain] = (),
         is_string: bool | None = None,
     ) -> Reader[ChainEnd]:
-        """Reads the value of `key` up to one of these chains; behind `more` another argument follows. `is_string`: what
+        """Reads the value of `key` up to the next key and its lead, or to one of the chains `last`. `is_string`: what
         the form itself says of the value."""
         self._draft.open(self._name)
         self._occurs_twice |= key in self._values
@@ -85,14 +86,25 @@ class TypedArguments:
             types = types & said or said
         value = _Value(self._draft, types, self._lines, self._spelling)
         try:
-            end = yield from text_before((more, *last), value.put, may_lack_end=may_lack_end)
+            end = yield from text_before(last, value.put, may_lack_end=may_lack_end, next_key=more)
+        except UnfinishedKey as cut:
+            self._go_on(key, value, cut.source)
+            self.break_off()
+            raise
         except NotACall:
             value.break_off()
             raise
-        self._values[key] = value.finish()
-        if end.chain == more:
-            self._draft.write(", ")
+        if end.key is not None:
+            self._go_on(key, value, end.key.source)
+        else:
+            self._values[key] = value.finish()
         return end
+
+    def _go_on(self, key: str, value: "_Value", ahead: str) -> None:
+        """Finish the value of `key`, behind which the next key stands in `ahead`; that stays held."""
+        self._values[key] = value.finish()
+        self._draft.write(", ")
+        self._draft.hold_again(ahead)
 
     def call(self) -> ParsedCall:
         """The whole call.

@@ -52,6 +52,11 @@ class Draft:
         if self.name is not None:
             self._held.append(char)
 
+    def hold_again(self, text: str) -> None:
+        """Hold these last characters of the source, for which nothing is written yet."""
+        if self.name is not None:
+            self._held = [*text]
+
     def write(self, text: str, *, num_ahead: int = 0) -> None:
         """Write `text` for the held characters, except the last `num_ahead`."""
         if self.name is not None:

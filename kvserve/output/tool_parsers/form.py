@@ -5,7 +5,7 @@ cuts of the text cannot matter. It raises `NotACall` at the first character that
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvserve.core import JSON_SPELLING, CallRow, Spelling, ToolSpec
@@ -15,6 +15,8 @@ END = ""
 """Sent to a scan at the end of the turn; no character equals it."""
 
 SPACE = frozenset(" \t\r\n")
+
+NOT_IN_KEYS = frozenset("<>\r\n")
 
 
 class NotACall(ValueError):
@@ -146,7 +148,7 @@ def text_until(char: str, closing_tag: str) -> Reader[str]:
     """A short label up to `closing_tag`: not empty, on one line, without other tags."""
     label: list[str] = []
     while char != closing_tag[0]:
-        if char == END or char in "<>\r\n":
+        if char == END or char in NOT_IN_KEYS:
             raise NotACall(f"unexpected {char!r} in a label")
         label.append(char)
         char = yield
@@ -154,112 +156,3 @@ def text_until(char: str, closing_tag: str) -> Reader[str]:
     if not label:
         raise NotACall("empty label")
     return "".join(label)
-
-
-@dataclass(frozen=True, slots=True)
-class _ChainPlace:
-    """Text from `start` on that may be `chain`: the tags before `index` and `offset` characters of that tag matched."""
-
-    start: int
-    chain: Chain
-    index: int = 0
-    offset: int = 0
-    num_last: int = 0
-    """How many characters are read behind the tag before the last."""
-
-    @property
-    def is_end(self) -> bool:
-        return self.index == len(self.chain)
-
-    @property
-    def lacks_end(self) -> bool:
-        return self.index == len(self.chain) - 1
-
-    def after(self, char: str) -> "_ChainPlace | None":
-        """The place behind `char`; None if the chain does not continue with it."""
-        tag = self.chain[self.index]
-        num_last = self.num_last + self.lacks_end
-        if char != tag[self.offset]:
-            is_between = self.offset == 0 and self.index and char in SPACE
-            return replace(self, num_last=num_last) if is_between else None
-        is_whole = self.offset + 1 == len(tag)
-        offset = 0 if is_whole else self.offset + 1
-        return _ChainPlace(self.start, self.chain, self.index + is_whole, offset, num_last)
-
-
-@dataclass(frozen=True, slots=True)
-class ChainEnd:
-    """The chain that was read, and how many characters were read behind its last tag but one. None are where the text
-    ended before its last tag; with `lacks_end` that tag is missing, and all of these are other text."""
-
-    chain: Chain
-    num_last: int
-    lacks_end: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Lacking:
-    """A chain that stood in the text without its last tag, and where it began and ended."""
-
-    chain: Chain
-    start: int
-    end: int
-
-
-def text_before(
-    chains: Sequence[Chain], put: Callable[[str], None], *, may_lack_end: Sequence[Chain] = ()
-) -> Reader[ChainEnd]:
-    """Free text up to the first of `chains`, and that chain; `put` gets each piece as soon as it is certain.
-
-    A tag without the rest of its chain is text. If the turn ends first, `put` gets the remaining text and NotACall is
-    raised; chains that `may_lack_end` are then whole without their last tag, also where other text follows the first of
-    them: from there on `put` gets nothing before it is known.
-    """
-    firsts = frozenset(chain[0][0] for chain in chains)
-    held, num_put = "", 0
-    places: list[_ChainPlace] = []
-    lacking: _Lacking | None = None
-    while True:
-        char = yield
-        if char == END:
-            ends = (place for place in places if place.chain in may_lack_end and place.lacks_end)
-            end = next(ends, None)
-            start = end.start if end is not None else lacking.start if lacking is not None else num_put + len(held)
-            put(held[: start - num_put])
-            if end is not None:
-                return ChainEnd(end.chain, 0)
-            if lacking is not None:
-                return ChainEnd(lacking.chain, num_put + len(held) - lacking.end, lacks_end=True)
-            raise NotACall("the text is not finished")
-        if not places and lacking is None and char not in firsts:
-            num_put += 1
-            put(char)
-            continue
-        now = num_put + len(held)
-        here = [*places, *(_ChainPlace(now, chain) for chain in chains)]
-        places = [moved for place in here if (moved := place.after(char)) is not None]
-        held += char
-        end = next((place for place in places if place.is_end), None)
-        if lacking is None and (lacks := [each for each in places if each.lacks_end and each.chain in may_lack_end]):
-            lacking = _Lacking(lacks[0].chain, lacks[0].start, now + 1)
-        known = end if end is not None else lacking
-        start = known.start if known is not None else min((place.start for place in places), default=now + 1)
-        if start > num_put:
-            put(held[: start - num_put])
-            held, num_put = held[start - num_put :], start
-        if end is not None:
-            return ChainEnd(end.chain, end.num_last)
-
-
-def end_of_call(endings: Sequence[Chain]) -> Reader[Chain | None]:
-    """The ending behind complete arguments; None if the turn ends first."""
-    char = yield from skip_space((yield))
-    places = [_ChainPlace(0, chain) for chain in endings]
-    while char != END:
-        places = [moved for place in places if (moved := place.after(char)) is not None]
-        if not places:
-            raise NotACall(f"unexpected {char!r} behind the arguments")
-        if (end := next((place for place in places if place.is_end), None)) is not None:
-            return end.chain
-        char = yield
-    return None

@@ -1,14 +1,16 @@
 """GLM's form: `<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value>...</tool_call>`.
 
 White space between the tags is ignored; a string value is exact. A value ends at the first `</arg_value>` that
-`<arg_key>` or `</tool_call>` follows (white space aside), so a string value must not contain that sequence. Without
-arguments the name must be a given tool's; any other word between the tags is prose.
+a whole key with its tags (`<arg_key>k</arg_key><arg_value>`) or `</tool_call>` follows (white space aside), so a string
+value must not contain that sequence. Without arguments the name must be a given tool's; any other word between the tags
+is prose.
 """
 
 from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
+from kvserve.output.tool_parsers.chains import NextKey
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
     CallForm,
@@ -25,6 +27,7 @@ from kvserve.output.tool_parsers.form import (
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY_OPEN, KEY_CLOSE = "<arg_key>", "</arg_key>"
 VALUE_OPEN, VALUE_CLOSE = "<arg_value>", "</arg_value>"
+_MORE = NextKey((VALUE_CLOSE, KEY_OPEN), ((KEY_CLOSE, VALUE_OPEN),))
 
 
 def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
@@ -34,11 +37,11 @@ def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     if tag == CLOSE and tools and name not in {tool.name for tool in tools}:
         raise NotACall("a word, not a tool")
     arguments = TypedArguments(name, tools, draft)
-    while tag == KEY_OPEN:
+    if tag == KEY_OPEN:
         key = yield from text_until((yield), KEY_CLOSE)
         yield from one_of((yield from skip_space((yield))), (VALUE_OPEN,))
-        end = yield from arguments.read(key, more=(VALUE_CLOSE, KEY_OPEN), last=[(VALUE_CLOSE, CLOSE)])
-        tag = end.chain[1]
+        while (end := (yield from arguments.read(key, more=_MORE, last=[(VALUE_CLOSE, CLOSE)]))).key is not None:
+            key = end.key.name
     return [arguments.call()]
 
 

@@ -9,13 +9,13 @@ call.
 from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.chains import end_of_call
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
     CallForm,
     NotACall,
     ParsedCall,
     Scan,
-    end_of_call,
     one_of,
     parse_text,
     skip_space,

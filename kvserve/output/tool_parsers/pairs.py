@@ -1,10 +1,10 @@
 """Calls in the form that a model's own template writes, as a `CallRow` says it, whose arguments are keys and values.
 
-A value ends where the next key's tags or all tags that end a call follow it, with any white space between them; the
-same tags apart, or in another order, are the value's own text. A line end on either side of a value is the form's where
-the template writes one there; any other character is the value's. Where no such tags follow by the end of the turn, a
-value ends at the first place where all of them but the last one stand. A call is certain as its first key opens. A tool
-that is not offered is called beside one that is, and else is text.
+A value ends where the next key with all its tags, or all tags that end a call, follow it, with any white space between
+the tags; the same tags apart, in another order or without a key are the value's own text. A line end on either side of
+a value is the form's where the template writes one there; any other character is the value's. Where no such tags follow
+by the end of the turn, a value ends at the first place where all tags of a call's end but the last one stand. A call is
+certain as its first key opens. A tool that is not offered is called beside one that is, and else is text.
 """
 
 import re
@@ -14,17 +14,17 @@ from functools import partial
 
 from kvserve.core import CallParts, CallRow, PairParts, ToolSpec
 from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments
+from kvserve.output.tool_parsers.chains import ChainEnd, NextKey, text_before
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
     END,
+    NOT_IN_KEYS,
     CallForm,
     Chain,
-    ChainEnd,
     NotACall,
     ParsedCall,
     Reader,
     Scan,
-    text_before,
 )
 from kvserve.output.tool_parsers.json_text import write_json
 from kvserve.output.tool_parsers.row_paths import TAG, Offered, Path, PathPlace, after, steps_of
@@ -50,9 +50,9 @@ def form_of(row: CallRow, name: str) -> CallForm:
 
 
 def ends_of(row: CallRow) -> tuple[Chain, ...]:
-    """The tags at which a value ends: with those of the next key, and with all that end a call."""
+    """The tags at which a forced value ends: with those before the next key, and with all that end a call."""
     reading = _Reading.of(row)
-    return reading.more, *reading.lasts
+    return reading.more.tags, *reading.lasts
 
 
 def chain_of(text: str) -> Chain:
@@ -135,9 +135,10 @@ class _Reading:
         return (*parts, pairs.opening, pairs.value, pairs.other_value or "", pairs.closing, pairs.between)
 
     @property
-    def more(self) -> Chain:
-        """What stands behind a value before the next key."""
-        return chain_of(self.values.closing + self.pairs.between + self.pairs.opening)
+    def more(self) -> NextKey:
+        """What stands between a value and the next one."""
+        tags = chain_of(self.values.closing + self.pairs.between + self.pairs.opening)
+        return NextKey(tags, tuple(dict.fromkeys(self.values.leads)), may_be_empty=True)
 
     @property
     def lasts(self) -> tuple[Chain, ...]:
@@ -197,19 +198,21 @@ class _Reading:
         string, other = self.values.leads
         more = self.more
         may_lack_end = [self._last(self.close)] if self.close or len(self.end) > 1 else []
+        key: list[str] = []
+        try:
+            first = yield from text_before([string, other], partial(_put_key, key))
+        except NotACall:
+            arguments.break_off()
+            raise
+        name, lead = "".join(key), first.chain
         while True:
-            key: list[str] = []
-            try:
-                lead = yield from text_before([string, other], partial(_put_key, key))
-            except NotACall:
-                arguments.break_off()
-                raise
-            is_string = None if self.pairs.other_value is None else lead.chain == string
+            is_string = None if self.pairs.other_value is None else lead == string
             end = yield from arguments.read(
-                "".join(key), more=more, last=self.lasts, may_lack_end=may_lack_end, is_string=is_string
+                name, more=more, last=self.lasts, may_lack_end=may_lack_end, is_string=is_string
             )
-            if end.chain != more:
+            if end.key is None:
                 return end
+            name, lead = end.key.name, end.chain
 
     def _last(self, behind: Chain) -> Chain:
         """What stands behind the last value: all tags that end a call, and the first one behind it."""
@@ -222,7 +225,7 @@ def _text(parts: CallParts) -> str:
 
 def _put_key(key: list[str], text: str) -> None:
     """Add to a key, which stands on one line and holds no tag."""
-    if set(text) & set("<>\r\n"):
+    if not NOT_IN_KEYS.isdisjoint(text):
         raise NotACall("unexpected text in a key")
     key.append(text)
 

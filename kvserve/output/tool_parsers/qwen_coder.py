@@ -1,7 +1,7 @@
 """Qwen-coder's form: `<tool_call>` `<function=name>` `<parameter=key>` value `</parameter>` ... and the closing tags.
 
 Each tag is on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models may
-leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
+leave the outer tags out. A value ends at the first `</parameter>` that a whole `<parameter=key>` or the closing tags
 follow (white space aside), so a string value must not contain that sequence. At the end of the turn a closed function
 is whole without `</tool_call>`.
 """
@@ -11,6 +11,7 @@ from functools import partial
 
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments, write_argument
+from kvserve.output.tool_parsers.chains import NextKey, end_of_call
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
     CallForm,
@@ -18,7 +19,6 @@ from kvserve.output.tool_parsers.form import (
     NotACall,
     ParsedCall,
     Scan,
-    end_of_call,
     one_of,
     parse_text,
     skip_space,
@@ -28,6 +28,7 @@ from kvserve.output.tool_parsers.form import (
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
+_MORE = NextKey((PARAMETER_CLOSE, PARAMETER_OPEN), ((">",),))
 
 
 def _scan(spelling: Spelling, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
@@ -50,12 +51,13 @@ def _function(spelling: Spelling, tools: Sequence[ToolSpec], closing: Chain, dra
         for outer in closing[1:]:
             yield from end_of_call([(outer,)])
     arguments = TypedArguments(name, tools, draft, OwnLines(before=True, behind=True), spelling)
-    more, last = (PARAMETER_CLOSE, PARAMETER_OPEN), (PARAMETER_CLOSE, *closing)
-    while tag == PARAMETER_OPEN:
-        key = yield from text_until((yield), ">")
-        end = yield from arguments.read(key, more=more, last=[last], may_lack_end=[last] * (len(closing) > 1))
-        draft.num_behind = end.num_last if end.lacks_end else 0
-        tag = end.chain[1]
+    last = (PARAMETER_CLOSE, *closing)
+    if tag == PARAMETER_OPEN:
+        key: str | None = yield from text_until((yield), ">")
+        while key is not None:
+            end = yield from arguments.read(key, more=_MORE, last=[last], may_lack_end=[last] * (len(closing) > 1))
+            draft.num_behind = end.num_last if end.lacks_end else 0
+            key = end.key.name if end.key is not None else None
     return [arguments.call()]
 
 

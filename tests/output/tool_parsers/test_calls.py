@@ -19,8 +19,8 @@ FORMS = (glm, qwen_coder, hermes)
 
 # What the bare-text forms cannot say inside a string: exactly the sequence that ends a value. JSON has no such thing.
 UNSAYABLE: dict[ModuleType, str] = {
-    glm: r"</arg_value>[ \t\r\n]*(<arg_key>|</tool_call>)",
-    qwen_coder: r"</parameter>[ \t\r\n]*(<parameter=|</function>[ \t\r\n]*</tool_call>)",
+    glm: r"</arg_value>[ \t\r\n]*(<arg_key>[^<>\r\n]+</arg_key>[ \t\r\n]*<arg_value>|</tool_call>)",
+    qwen_coder: r"</parameter>[ \t\r\n]*(<parameter=[^<>\r\n]+>|</function>[ \t\r\n]*</tool_call>)",
     hermes: r"(?!)",
 }
 
@@ -69,6 +69,13 @@ def strings_of(call: ParsedCall) -> list[str]:
 @example((ParsedCall("f", {"a": "x</tool_call>y</parameter></function>"}), ToolSpec("f", None, {})))
 @example((ParsedCall("f", {"a": "</arg_value>", "b": " </parameter>\n"}), ToolSpec("f", None, {})))
 @example((ParsedCall("f", {"a": "\n\nx\n", "b": ""}), ToolSpec("f", None, {})))
+@example((ParsedCall("f", {"a": "</arg_value>\n<arg_key>", "b": "</parameter><parameter="}), ToolSpec("f", None, {})))
+@example(
+    (
+        ParsedCall("f", {"a": "</arg_value><arg_key>b</arg_key>", "b": "</parameter> <parameter=a\n"}),
+        ToolSpec("f", None, {}),
+    )
+)
 @example((ParsedCall("f", {}), ToolSpec("f", None, {})))
 def test_a_rendered_call_is_read_back_exactly(form: ModuleType, case: tuple[ParsedCall, ToolSpec]) -> None:
     """parse(render(call)) == call for any typed arguments; only a string with the value's own end in it is excluded."""
