@@ -170,14 +170,15 @@ def test_a_loop_with_words_keeps_the_models_own_tokens(thinking: str, content: s
 
 
 def test_so_does_a_turn_that_thinks_again_behind_its_words() -> None:
-    """Its messages stand in the order in which the model wrote them."""
+    """Its messages, two calls too, stand in the order in which the model wrote them."""
     talk = Talk(family("gpt_oss"))
     talk.say("go")
     parts = ("analysis<|message|>hm", "commentary<|message|>I look.", "analysis<|message|>well")
     said = "".join(f"<|channel|>{part}<|end|><|start|>assistant" for part in parts)
     call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"q":"x"}'
-    kept = talk.answer(in_odd_tokens(talk.family.tokenizer, said + call))
-    talk.results("found")
+    two_calls = f"{call}<|call|><|start|>assistant{call}"
+    kept = talk.answer(in_odd_tokens(talk.family.tokenizer, said + two_calls))
+    assert talk.results("found") == 2
     assert num_common(kept, talk.stitched().ids) == len(kept)
 
 
