@@ -19,6 +19,7 @@ from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import collect, generate, held, prompt_of, request, running_engine
+from tests.laws import sampled
 
 SHARED = prompt_of(400)
 
@@ -112,7 +113,7 @@ def test_a_place_that_becomes_free_where_a_row_cannot_begin_is_given_away(monkey
     assert len(found.tokens) == 4
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", sampled(("qwen3", "qwen3_5"), ("qwen3_5",)))
 def test_nobody_waits_on_for_what_could_not_be_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for it: a row waited in vain for all of another one's prompt."""
     prompts = {"awaited": [*SHARED, *prompt_of(1500, 2)], "waiting": [*SHARED, *prompt_of(40, 4)]}
