@@ -48,6 +48,14 @@ class OutputFormat:
         """The template's derived form of calls, if there is one."""
         return next((form.row for form in self.tool_forms if form.row is not None), None)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether calls can be forced in the model's own form: not where another library reads it, nor where strings
+        stand between marks, which a grammar would have to keep out of them."""
+        own = self.tool_forms[0]
+        is_marked = own.row is not None and own.row.pairs is not None and own.row.pairs.spelling.marks is not None
+        return own.name != "foreign" and not is_marked
+
     def content_of(self, begun: str) -> str:
         """The content of an answer's beginning: the text behind the thinking, if it has any."""
         said = begun.lstrip()

@@ -15,6 +15,7 @@ from kvserve.core import ImageSpan, MessageStart, Written
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
+from kvserve.prompt.headless import Headless, Spoken, find_headless
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import ThinkTags
@@ -58,21 +59,24 @@ class _PieceTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Emitted:
-    """A turn that the model wrote: its decoded text, its content (None: it cannot be replayed), its ids."""
+    """A turn that the model wrote: its text with the prompt's `tail` before it, its content (None: it cannot be
+    replayed), its ids."""
 
     written: Written
     text: str
+    tail: str
     said: MessageParts | None
     tokens: _PieceTokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """`emitted` replaces the pieces from its own up to `stop`; `closing` follows it."""
+    """`emitted` replaces the pieces from its own up to `stop`; `lead` stands before it, `closing` follows it."""
 
     stop: int
     emitted: _Emitted
     closing: str = ""
+    lead: str = ""
 
 
 class Stitcher:
@@ -114,6 +118,11 @@ class Stitcher:
         """Forget earlier prompts."""
         for memo in (self._known, self._said, self._emitted):
             memo.clear()
+
+    @property
+    def layout(self) -> TurnLayout:
+        """The template's layout of a turn, as far as it is used."""
+        return self._layout
 
     @property
     def turn_end(self) -> int | None:
@@ -170,15 +179,16 @@ class Stitcher:
             stop = index + 1 if replay is None else replay.stop
             if index <= tail < stop:
                 num_rows_before_tail = len(rows)
-            if replay is not None:
-                rows.append(replay.emitted.tokens)
-            text = "".join(pieces[index]) if replay is None else replay.closing
-            if text:
-                tokens = self._known.get(text)
-                if tokens is None:
-                    tokens = self._tokenised(text, runs)
-                    num_new_chars += len(text)
-                rows.append(tokens)
+            texts = ["".join(pieces[index])] if replay is None else [replay.lead, replay.closing]
+            for place, text in enumerate(texts):
+                if replay is not None and place:
+                    rows.append(replay.emitted.tokens)
+                if text:
+                    tokens = self._known.get(text)
+                    if tokens is None:
+                        tokens = self._tokenised(text, runs)
+                        num_new_chars += len(text)
+                    rows.append(tokens)
             index = stop
         ids = _ids(rows)
         starts = tuple(_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
@@ -211,13 +221,20 @@ class Stitcher:
         replays: dict[int, _Replay] = {}
         if not units or not any(writings):
             return replays
-        places = ReplayPlaces.of(units, len(writings), _Remembering(says, self._said))
+        reader = _Remembering(says, self._said)
+        places = ReplayPlaces.of(units, len(writings), reader)
         unit = 0
         for message, written in enumerate(writings):
             emitted = self._read(written, says) if written is not None else None
             if emitted is None or emitted.said is None:
                 continue
             span = places.find(message, emitted.said, unit)
+            found = self._headless(units, unit, emitted, reader, continues=continues)
+            if found is not None and (span is None or found.unit < span.start):
+                piece = units[found.unit].index
+                replays[piece] = _Replay(piece + 1, emitted, lead=found.lead)
+                unit = found.unit + 1
+                continue
             if span is None:
                 continue
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
@@ -235,6 +252,20 @@ class Stitcher:
             unit = span.stop
         return replays
 
+    def _headless(
+        self, units: Sequence[Unit], at_or_after: int, emitted: _Emitted, says: "_Remembering", *, continues: bool
+    ) -> Headless | None:
+        """Where the answer stands behind a result with which it is one piece, but for one that is to be continued."""
+        if not self._layout.result_tails or emitted.written.opens_reasoning:
+            return None
+        answer = emitted.text.removeprefix(emitted.tail)
+        spoken = Spoken(emitted.tail, answer, says(answer))
+        found = find_headless(units, at_or_after, spoken, self._layout, says)
+        if found is None or (continues and found.unit == len(units) - 1):
+            return None
+        unit = replace(units[found.unit], text=found.text)
+        return found if _names_alike(replace(emitted, said=spoken.said), [unit], says) else None
+
     def _read(self, written: Written, says: ReadsMessages) -> _Emitted:
         """The content of a turn's emitted ids, remembered by the object's identity; the object is kept."""
         key = (says.key, id(written))
@@ -247,7 +278,8 @@ class Stitcher:
         said = None
         if behind is not None and self._ends_in_words(ids):
             said = says(behind.removeprefix(self._closed_thinking(written, says)))
-        emitted = _Emitted(written, text, said, self._with_starts(ids))
+        tail = self._tokenizer.decode(written.prefix_ids)
+        emitted = _Emitted(written, text, tail, said, self._with_starts(ids))
         self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
         return emitted
 

@@ -60,7 +60,7 @@ def behind_header(text: str, layout: TurnLayout) -> str | None:
     for header in layout.headers:
         if text.startswith(header):
             return text[len(header) :]
-    return text if layout.header and text.startswith(tuple(layout.ends)) else None
+    return text if layout.header and text.startswith((*layout.ends, *layout.joined)) else None
 
 
 def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
@@ -73,6 +73,9 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
                 units.append(Unit(index, run, token + body))
             continue
         header = _header(token, body, layout, is_last=index == len(pieces) - 1)
+        if header is None and in_run and token in layout.joined and body and not body.isspace():
+            units.append(Unit(index, run, token + body))
+            continue
         if header is not None:
             run += not in_run
             units.append(Unit(index, run, body[len(header) - len(token) :], header))

@@ -31,6 +31,7 @@ from tests.prompt.call_forms import (
     HELD_BY_TOKENS,
     MISTRALS,
     READ,
+    REAL_MARKED,
     REAL_PAIRS,
     REAL_ROWS,
     SMALL,
@@ -94,7 +95,7 @@ def test_which_real_templates_are_derived() -> None:
     for name in TEMPLATES:
         found = found_row(name)
         print(f"{name:28}", f"not derived: {found.reason}" if isinstance(found, NoRow) else f"derived: {found}")
-    assert {name for name in TEMPLATES if isinstance(found_row(name), CallRow)} == REAL_ROWS | REAL_PAIRS
+    assert {n for n in TEMPLATES if isinstance(found_row(n), CallRow)} == REAL_ROWS | REAL_PAIRS | REAL_MARKED
     assert [name for name in DERIVED if CallSlot.ID in (*DERIVED[name].middle, *DERIVED[name].closing)] == WITH_IDS
     assert [name for name in DERIVED if derived.is_bare(DERIVED[name])] == BARE_ROWS
     assert [name for name in DERIVED if "[TOOL_CALLS]" in str(DERIVED[name].opening[0])] == MISTRALS

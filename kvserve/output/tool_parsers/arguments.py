@@ -8,13 +8,14 @@ mistaken: one that reads like such a value.
 A value that can only be a string goes to the call's draft as it arrives, any other value when it is finished.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import SPACE, Chain, ChainEnd, NotACall, ParsedCall, Reader, text_before
 from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
+from kvserve.output.tool_parsers.own_text import read_own
 from kvserve.output.tool_parsers.python_text import read_python
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
@@ -55,6 +56,13 @@ class TypedArguments:
         self._values: dict[str, object] = {}
         self._occurs_twice = False
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys that the tool's schema names, none where it allows others in so many words."""
+        properties = self._schema.get("properties")
+        is_open = self._schema.get("additionalProperties", False) is not False
+        return frozenset(properties if isinstance(properties, Mapping) and not is_open else ())
+
     def open(self) -> None:
         """Note that the call is certain, before its first key."""
         self._draft.open(self._name)
@@ -74,6 +82,17 @@ class TypedArguments:
     ) -> Reader[ChainEnd]:
         """Reads the value of `key` up to one of these chains; behind `more` another argument follows. `is_string`: what
         the form itself says of the value."""
+        value = self.begin(key, is_string=is_string)
+        try:
+            end = yield from text_before((more, *last), value.put, may_lack_end=may_lack_end)
+        except NotACall:
+            value.break_off()
+            raise
+        self.keep(key, value, is_more=end.chain == more)
+        return end
+
+    def begin(self, key: str, *, is_string: bool | None = None) -> "ArgumentValue":
+        """Begins the value of `key`. `is_string`: what the form itself says of it."""
         self._draft.open(self._name)
         self._occurs_twice |= key in self._values
         if self._draft.is_open and self._occurs_twice:
@@ -83,16 +102,13 @@ class TypedArguments:
         if is_string is not None:
             said = STRING if is_string else JSON_TYPES - STRING
             types = types & said or said
-        value = _Value(self._draft, types, self._lines, self._spelling)
-        try:
-            end = yield from text_before((more, *last), value.put, may_lack_end=may_lack_end)
-        except NotACall:
-            value.break_off()
-            raise
+        return ArgumentValue(self._draft, types, self._lines, self._spelling)
+
+    def keep(self, key: str, value: "ArgumentValue", *, is_more: bool) -> None:
+        """Keep a value that is whole; `is_more`: another argument follows."""
         self._values[key] = value.finish()
-        if end.chain == more:
+        if is_more:
             self._draft.write(", ")
-        return end
 
     def call(self) -> ParsedCall:
         """The whole call.
@@ -102,11 +118,11 @@ class TypedArguments:
         """
         if self._occurs_twice:
             raise NotACall("an argument occurs twice")
-        self._draft.write("}")
+        self._draft.write("}" if self._values else "{}")
         return ParsedCall(self._name, self._values)
 
 
-class _Value:
+class ArgumentValue:
     """One value as it is written."""
 
     def __init__(self, draft: Draft, types: frozenset[str], lines: OwnLines, spelling: Spelling) -> None:
@@ -245,7 +261,10 @@ def _read_other(text: str, types: frozenset[str], spelling: Spelling) -> object:
         for word, value in _words(each):
             if text.strip() == word and type_names(value) & types:
                 return value
-    for read in (read_json, read_python) if spelling.is_python else (read_json,):
+    readers: list[Callable[[str], object]] = [read_json, *([read_python] if spelling.is_python else [])]
+    if spelling.is_own:
+        readers.append(lambda text: read_own(text, spelling))
+    for read in readers:
         try:
             return read(text)
         except ValueError:
