@@ -20,7 +20,15 @@ from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import ThinkTags
 from kvserve.prompt.template import ChatTemplate, PromptText
-from kvserve.prompt.token_replay import MessageParts, ReadsMessages, ReplayPlaces, Unit, behind_header, find_units
+from kvserve.prompt.token_replay import (
+    MessageParts,
+    ReadsMessages,
+    RememberingReader,
+    ReplayPlaces,
+    Unit,
+    behind_header,
+    find_units,
+)
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
@@ -29,6 +37,7 @@ MEMO_BYTES = 128 * 2**20
 _BYTES_PER_TOKEN = 8
 """Equal ids share one int object, which makes copying a long prompt fast."""
 _WORD = "said"
+_MAX_END_PIECES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +230,9 @@ class Stitcher:
         replays: dict[int, _Replay] = {}
         if not units or not any(writings):
             return replays
-        reader = _Remembering(says, self._said)
+        reader = RememberingReader(says, self._said)
         places = ReplayPlaces.of(units, len(writings), reader)
-        unit = 0
+        unit = done = 0
         for message, written in enumerate(writings):
             emitted = self._read(written, says) if written is not None else None
             if emitted is None or emitted.said is None:
@@ -233,7 +242,7 @@ class Stitcher:
             if found is not None and (span is None or found.unit < span.start):
                 piece = units[found.unit].index
                 replays[piece] = _Replay(piece + 1, emitted, lead=found.lead)
-                unit = found.unit + 1
+                unit, done = found.unit + 1, piece + 1
                 continue
             if span is None:
                 continue
@@ -248,12 +257,23 @@ class Stitcher:
             closing = _closing(emitted, units[span.stop - 1], says, self._layout.reasoning_tags)
             if closing is None:
                 continue
-            replays[start] = _Replay(stop, emitted, closing)
-            unit = span.stop
+            first, lead = self._before(pieces, start, done)
+            replays[first] = _Replay(stop, emitted, closing, lead)
+            unit, done = span.stop, stop
         return replays
 
+    def _before(self, pieces: Sequence[Piece], start: int, done: int) -> tuple[int, str]:
+        """The piece from which on other text stands before the answer at `start` than history has, and that text: how a
+        prompt ends a result behind which nothing stands."""
+        for first in range(start - 1, max(done, start - _MAX_END_PIECES) - 1, -1):
+            before = _text(pieces[first:start])
+            for ended, kept in self._layout.result_ends:
+                if before.endswith(kept):
+                    return first, before.removesuffix(kept) + ended
+        return start, ""
+
     def _headless(
-        self, units: Sequence[Unit], at_or_after: int, emitted: _Emitted, says: "_Remembering", *, continues: bool
+        self, units: Sequence[Unit], at_or_after: int, emitted: _Emitted, says: RememberingReader, *, continues: bool
     ) -> Headless | None:
         """Where the answer stands behind a result with which it is one piece, but for one that is to be continued."""
         if not self._layout.result_tails or emitted.written.opens_reasoning:
@@ -302,29 +322,6 @@ class Stitcher:
         token, text = self._tokenizer.decode(ids[last : last + 1]), self._tokenizer.decode(ids[last:])
         said = text.removeprefix(token) if token in self._layout.ends else behind_header(text, self._layout)
         return said is not None and bool(said.strip())
-
-
-@dataclass(frozen=True, slots=True)
-class _Remembering:
-    """A reader that remembers each text's content."""
-
-    says: ReadsMessages
-    memo: Memo[MessageParts]
-
-    @property
-    def key(self) -> object:
-        return self.says.key
-
-    def __call__(self, text: str) -> MessageParts:
-        key = (self.says.key, text)
-        said = self.memo.get(key)
-        if said is None:
-            said = self.says(shown(text))
-            self.memo.put(key, said, 3 * len(text) + 256)
-        return said
-
-    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
-        return self.says.ids(text, said)
 
 
 def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: ReadsMessages) -> bool:

@@ -8,7 +8,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvserve.prompt.control import shown
 from kvserve.prompt.cuts import Piece
+from kvserve.prompt.memo import Memo
 from kvserve.prompt.turn_layout import TurnLayout
 
 type MessageParts = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -31,6 +33,29 @@ class ReadsMessages(Protocol):
     def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
         """The ids in such a text of its calls; "" for a call without one."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RememberingReader:
+    """A reader that remembers each text's content."""
+
+    says: ReadsMessages
+    memo: Memo[MessageParts]
+
+    @property
+    def key(self) -> object:
+        return self.says.key
+
+    def __call__(self, text: str) -> MessageParts:
+        key = (self.says.key, text)
+        said = self.memo.get(key)
+        if said is None:
+            said = self.says(shown(text))
+            self.memo.put(key, said, 3 * len(text) + 256)
+        return said
+
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
+        return self.says.ids(text, said)
 
 
 @dataclass(frozen=True, slots=True)

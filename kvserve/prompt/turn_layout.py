@@ -17,7 +17,8 @@ from kvserve.prompt.writing import REASONING_TAGS
 
 _ANSWER = "Green stone"
 _LATER = "Violet moon"
-_PROBE = (("user", "Amber lake"), ("assistant", _ANSWER), ("user", _LATER))
+_QUESTION_WORDS = "Amber lake"
+_PROBE = (("user", _QUESTION_WORDS), ("assistant", _ANSWER), ("user", _LATER))
 _CALLS = tuple(ToolCallBlock(f"kwcall00{n}", PROBE_TOOL.name, '{"kwparameter": "quartz"}') for n in (1, 2))
 _RESULT_WORDS = ("Basalt one", "Marble two")
 _RESULTS = tuple(
@@ -41,7 +42,8 @@ class TurnLayout:
 
     A result and the answer to it may be one piece, behind the token that ended the call's turn: one of `ends`, or of
     `joined`, which are openers elsewhere. `result_tails` are what stands there between the two: at a prompt's end, and
-    in history, which has other words there.
+    in history, which has other words there. `result_ends` are the same before a header: how a result ends behind which
+    nothing stands, and behind which something does.
     """
 
     openers: frozenset[str]
@@ -54,6 +56,7 @@ class TurnLayout:
     tails: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
     result_tails: tuple[tuple[str, str], ...] = ()
+    result_ends: tuple[tuple[str, str], ...] = ()
     reasoning_tags: tuple[ThinkTags, ...] = REASONING_TAGS
 
     @property
@@ -95,7 +98,7 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
 
 def _with_results(template: ChatTemplate, layout: TurnLayout, added: Collection[str]) -> TurnLayout:
     """The layout with what an answer to a tool's result begins with, if a loop of calls shows that it has no header."""
-    asked = (Message("user", (TextBlock("Amber lake"),)), Message("assistant", _CALLS), *_RESULTS)
+    asked = (Message("user", (TextBlock(_QUESTION_WORDS),)), Message("assistant", _CALLS), *_RESULTS)
     said = (*asked, Message("assistant", (TextBlock(_ANSWER),)), Message("user", (TextBlock(_LATER),)))
     text, last = _loop(template, said, thinking=False), _RESULT_WORDS[-1]
     before, gap = text.partition(last)[0], _between(text, last, _ANSWER)
@@ -103,7 +106,9 @@ def _with_results(template: ChatTemplate, layout: TurnLayout, added: Collection[
     # the result and its answer are one piece, which is read whole
     if token in layout.ends:
         return replace(layout, result_tails=tuple(dict.fromkeys(_result_tails(template, asked, said))))
-    if not gap or layout.header in gap:
+    if layout.header in gap:
+        return replace(layout, result_ends=tuple(dict.fromkeys(_result_ends(template, layout, asked, gap, text))))
+    if not gap:
         return layout
     with_header = _with_result_header(template, layout, added, text, asked)
     if with_header is None and token == layout.end:
@@ -133,6 +138,22 @@ def _with_result_header(
         return None
     others = frozenset({other} if other is not None else ())
     return replace(layout, result_header=header, result_end=token, others=others)
+
+
+def _result_ends(
+    template: ChatTemplate, layout: TurnLayout, asked: tuple[Message, ...], gap: str, text: str
+) -> Iterator[tuple[str, str]]:
+    """How a result ends at a prompt's end and in history (`gap` behind it, in the loop `text`), mode by mode, where
+    these differ; nothing where a question may end as history's result does, with a client's words before the same."""
+    kept = gap.partition(layout.header)[0]
+    question = _between(text, _QUESTION_WORDS, layout.header)
+    for thinking in (False, True):
+        ended, is_headed, _ = _from_words(_loop(template, asked, thinking=thinking), _RESULT_WORDS[-1]).partition(
+            layout.header
+        )
+        may_be_question = kept.endswith(question) or question.endswith(kept)
+        if is_headed and ended != kept and kept.strip() and not may_be_question:
+            yield ended, kept
 
 
 def _result_tails(

@@ -33,12 +33,17 @@ SOURCES = {
     "<result>{{ m.content }}</result>\n\n{% else %}{% if loop.previtem.role == 'user' %}<|assistant|>{% endif %}"
     "</think>" + CALLED + "<|over|>{% endif %}{% endfor %}{% if add_generation_prompt %}"
     "{% if messages[-1].role == 'user' %}<|assistant|>{% endif %}<think></think>{% endif %}",
+    "ended": "{% for m in messages %}<|user|>{{ m.role }}\n{% if m.role == 'tool' %}<result>{{ m.content }}</result>"
+    "{{ '' if loop.last else '\n' }}<|over|>{% else %}" + CALLED + "<|over|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}",
 }
-"""As Apertus writes a whole loop as one turn, and as DeepSeek V3.2 closes thinking in a prompt's end."""
+"""As Apertus writes a whole loop as one turn, as DeepSeek V3.2 closes thinking in a prompt's end, and as Hermes 3 ends
+a result otherwise once something follows."""
 
 TAILS = {
     "one_turn": {("]<|assistant|>", "]")},
     "thought": {("</result>\n\n<think></think>", "</result>\n\n</think>")},
+    "ended": {("</result><|over|>", "</result>\n<|over|>")},
 }
 TOKENS = ("<|user|>", "<|assistant|>", "<|said|>", "<|over|>", "<|call|>", "<|called|>", "<think>", "</think>")
 LOOK = ToolSpec("look", "Looks.", {"type": "object", "properties": {"q": {"type": "string"}}})
@@ -73,7 +78,8 @@ def answered(name: str, result: str = "found") -> tuple[Talk, tuple[int, ...]]:
 @every_template
 def test_both_ends_behind_a_result_are_found(name: str) -> None:
     """What a prompt ends in, and what history has there."""
-    assert set(family(name).stitcher.layout.result_tails) == TAILS[name]
+    layout = family(name).stitcher.layout
+    assert {*layout.result_tails, *layout.result_ends} == TAILS[name]
 
 
 @every_template
@@ -121,7 +127,24 @@ def test_what_a_client_changed_is_in_the_prompt(name: str) -> None:
     assert "lost" in text and "found" not in text and text.count("It is over there.") == 1
 
 
-@every_template
+def test_a_result_that_nobody_answered_here_ends_as_it_is_rendered() -> None:
+    """What another one answered stands behind what the template writes."""
+    talk, _ = answered("ended")
+    talk.writings[-1] = None
+    talk.say("And then?")
+    rendered = talk.prompt().shown.partition("found")[2]
+    assert "</result>\n<|over|>" in rendered and talk.family.tokenizer.decode(talk.stitched().ids).endswith(rendered)
+
+
+def test_where_a_question_may_end_as_a_result_does_no_end_is_changed() -> None:
+    """A client's words before the same token would pass for the template's, and lose a line end."""
+    source = SOURCES["ended"].replace("<|over|>\n", "<|over|>")
+    tokenizer = replace(family("ended").tokenizer, chat_template=source)
+    template = ChatTemplate(tokenizer, row=family("ended").output_format.row)
+    assert Stitcher.of(tokenizer, template, learn_markers(tokenizer, template)).layout.result_ends == ()
+
+
+@pytest.mark.parametrize("name", ["one_turn", "thought"])
 def test_an_answer_that_is_to_be_continued_stands_as_it_is_rendered(name: str) -> None:
     """What the model goes on with is what the template writes."""
     talk, kept = answered(name)
