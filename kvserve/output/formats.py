@@ -50,11 +50,10 @@ class OutputFormat:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether calls can be forced in the model's own form: not where another library reads it, nor where strings
-        stand between marks, which a grammar would have to keep out of them."""
-        own = self.tool_forms[0]
-        is_marked = own.row is not None and own.row.pairs is not None and own.row.pairs.spelling.marks is not None
-        return own.name != "foreign" and not is_marked
+        """Whether a grammar can say all calls that the model may write in its own form: not where another library reads
+        them, nor where strings stand between marks, which a grammar would have to keep out of them."""
+        pairs = self.row.pairs if self.row is not None else None
+        return self.tool_forms[0].name != "foreign" and (pairs is None or pairs.spelling.marks is None)
 
     def content_of(self, begun: str) -> str:
         """The content of an answer's beginning: the text behind the thinking, if it has any."""

@@ -29,12 +29,17 @@ def lost_behind_results(
     prompt = _prompt(template, _ASKED)
     if not stitcher.replays or prompt.opens_reasoning:
         return None
+    if prompt.adds_special_tokens:
+        return "its chat template refuses results, and prompts with them are plain text"
     before = stitcher.tokens(prompt, (None,), says)
     ids = tokenizer.encode("Green ") + tokenizer.encode("stone")
     written = Written(_ANSWER, before.tail_ids, ids, opens_reasoning=False)
     later = _prompt(template, (*_ASKED, _ANSWER, _LATER))
-    kept = before.ids + ids
-    if stitcher.tokens(later, (None, written), says).ids[: len(kept)] == kept:
+    after = stitcher.tokens(later, (None, written), says).ids
+    # what stands before the result may change for reasons of its own: here the model wrote no call
+    kept, behind = before.tail_ids + ids, tokenizer.decode(before.ids + ids).partition(_RESULT)[2]
+    is_kept = any(after[start : start + len(kept)] == kept for start in range(len(after)))
+    if is_kept and tokenizer.decode(after).partition(_RESULT)[2].startswith(behind):
         return None
     head, words, _ = prompt.text.partition(_RESULT)
     if not later.text.startswith(head + words):

@@ -238,7 +238,8 @@ class Stitcher:
             if emitted is None or emitted.said is None:
                 continue
             span = places.find(message, emitted.said, unit)
-            found = self._headless(units, unit, emitted, reader, continues=continues)
+            is_next = span is not None and span.start == unit
+            found = None if is_next else self._headless(units, unit, emitted, reader, continues=continues)
             if found is not None and (span is None or found.unit < span.start):
                 piece = units[found.unit].index
                 replays[piece] = _Replay(piece + 1, emitted, lead=found.lead)
@@ -265,7 +266,8 @@ class Stitcher:
     def _before(self, pieces: Sequence[Piece], start: int, done: int) -> tuple[int, str]:
         """The piece from which on other text stands before the answer at `start` than history has, and that text: how a
         prompt ends a result behind which nothing stands."""
-        for first in range(start - 1, max(done, start - _MAX_END_PIECES) - 1, -1):
+        num_pieces = min(start - done, _MAX_END_PIECES if self._layout.result_ends else 0)
+        for first in range(start - 1, start - num_pieces - 1, -1):
             before = _text(pieces[first:start])
             for ended, kept in self._layout.result_ends:
                 if before.endswith(kept):

@@ -164,6 +164,19 @@ def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: 
     assert isinstance(found, NoRow), found
 
 
+def test_the_reason_is_what_tells_most() -> None:
+    """A template that wants a result behind each call refuses the first conversation that is tried, and says nothing of
+    its form; what it writes in the other one does."""
+    wants = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.previtem is defined and loop.previtem.tool_calls %}"
+        "{{ raise_exception('alternate') }}{% endif %}"
+    )
+    source = SMALL["names"].replace("{% for m in messages %}", wants)
+    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES), read_calls), CallRow)
+    found = find_call_row(CompiledTemplate(source.replace("[CALLS]", "Action: "), VARIABLES), read_calls)
+    assert isinstance(found, NoRow) and found.reason == "no tag stands before a call: 'Action: '"
+
+
 @sampled_cells(lambda name: name not in ("tags", "fences", "counted"))
 @every_form
 def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
