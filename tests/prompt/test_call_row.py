@@ -31,6 +31,7 @@ from tests.prompt.call_forms import (
     HELD_BY_TOKENS,
     MISTRALS,
     READ,
+    REAL_MARKED,
     REAL_PAIRS,
     REAL_ROWS,
     SMALL,
@@ -95,7 +96,7 @@ def test_which_templates_are_derived(name: str) -> None:
     """Each as the tables of these tests have it, with the reason where nothing is derived (`pytest -s` shows it)."""
     found = found_row(name)
     print(f"{name:28}", f"not derived: {found.reason}" if isinstance(found, NoRow) else f"derived: {found}")
-    assert isinstance(found, CallRow) == (name in REAL_ROWS | REAL_PAIRS | set(SMALL))
+    assert isinstance(found, CallRow) == (name in REAL_ROWS | REAL_PAIRS | REAL_MARKED | set(SMALL))
     if isinstance(found, CallRow) and found.pairs is None:
         assert (CallSlot.ID in (*found.middle, *found.closing)) == (name in WITH_IDS)
         assert derived.is_bare(found) == (name in BARE_ROWS)
@@ -163,6 +164,19 @@ def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: 
     assert old in SMALL[name]
     found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES), read_calls)
     assert isinstance(found, NoRow), found
+
+
+def test_the_reason_is_what_tells_most() -> None:
+    """A template that wants a result behind each call refuses the first conversation that is tried, and says nothing of
+    its form; what it writes in the other one does."""
+    wants = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.previtem is defined and loop.previtem.tool_calls %}"
+        "{{ raise_exception('alternate') }}{% endif %}"
+    )
+    source = SMALL["names"].replace("{% for m in messages %}", wants)
+    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES), read_calls), CallRow)
+    found = find_call_row(CompiledTemplate(source.replace("[CALLS]", "Action: "), VARIABLES), read_calls)
+    assert isinstance(found, NoRow) and found.reason == "no tag stands before a call: 'Action: '"
 
 
 @sampled_cells(lambda name: name not in ("tags", "fences", "counted"))
