@@ -20,7 +20,7 @@ from kvserve.engine.kv_buffers import arrays_in, flat_caches
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
-from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text
+from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
@@ -176,9 +176,10 @@ def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a folder without a usable config, or of an architecture that neither mlx-lm nor mlx-vlm
-    knows."""
+    """Raise ModelLoadError for a folder without a usable config, with code of its own, or of an architecture that
+    neither mlx-lm nor mlx-vlm knows."""
     config = read_config(folder)
+    refuse_own_code(folder, config)
     if not is_for_mlx_lm(config) and not is_for_mlx_vlm(config):
         raise _explained(folder, config, ValueError("not supported"))
 
@@ -204,10 +205,11 @@ def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
 def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
     """Load weights and measure the model's sizes with short forward passes, also with quantised KV.
 
-    Raises ModelLoadError for a folder without config or weights, broken files, an unknown architecture, or one whose
-    KV cannot be quantised as the settings say.
+    Raises ModelLoadError for a folder without config or weights, broken files, code of its own, an unknown
+    architecture, or one whose KV cannot be quantised as the settings say.
     """
     config = read_config(folder)
+    refuse_own_code(folder, config)
     try:
         loaded = load_vision(folder, config) if is_vision(config) else VisionModel(*load_text(folder, config), None)
     except FileNotFoundError as error:
