@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.tiny_families import write_model
@@ -13,7 +16,7 @@ from kvserve.engine.fingerprint import libraries_of
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import check_folder, load
 from kvserve.engine.self_check import check_caches
-from kvserve.engine.vision import VlmDecoder
+from kvserve.engine.vision import CurrentPass, RopeShift, VlmDecoder
 from kvserve.errors import ModelLoadError
 from tests.models import tiny_model
 
@@ -40,6 +43,19 @@ def test_a_cache_that_does_otherwise_is_not_stood_for(folder: Path, monkeypatch:
     monkeypatch.setattr(KVCache, "update_and_fetch", lambda cache, keys, values: written(cache, 0 * keys, values))
     model = load(folder, 4096)
     assert {type(leaf).__module__ for leaf in flat_caches(model.new_caches())} == {"mlx_vlm.models.cache"}
+
+
+def test_caches_that_a_model_replaces_are_the_rows_from_then_on() -> None:
+    """mlx-vlm's Qwen 3.5 makes new ones at each step of a batch of one row: the step was lost with them."""
+
+    class Replaces(Module):
+        def __call__(self, inputs: mx.array, *, cache: list[Any], **_: Any) -> Any:
+            cache[0] = "another one"
+            return SimpleNamespace(logits=mx.zeros((*inputs.shape, 8)))
+
+    cache = [KVCache(), RopeShift()]
+    VlmDecoder(Replaces(), CurrentPass(), has_positions=True)(mx.array([[1]]), cache)
+    assert cache[0] == "another one" and isinstance(cache[1], RopeShift)
 
 
 def test_a_model_that_looks_ahead_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
