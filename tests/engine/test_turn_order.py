@@ -153,7 +153,8 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
 
     with running_engine(prefill_step_size=64, stream_share=share) as engine:
         clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-        monkeypatch.setattr(scheduler_module, "time", clock)
+        for module in (scheduler_module, prefill_module):  # no rate of prefill is known: chunks take no time there
+            monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
@@ -213,7 +214,8 @@ def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPat
 
     with running_engine(prefill_step_size=64) as engine:
         clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-        monkeypatch.setattr(scheduler_module, "time", clock)
+        for module in (scheduler_module, prefill_module):  # no rate of prefill is known: chunks take no time there
+            monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
