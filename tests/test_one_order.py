@@ -156,6 +156,7 @@ def test_an_edited_project_file_reaches_the_model(model: ModelFree) -> None:
     assert rules_read(model) == [(True, False)] * 8 + [(False, True)] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_a_rule_that_took_its_text_for_volatile_would_hide_the_edit(
     family: str, monkeypatch: pytest.MonkeyPatch
