@@ -409,7 +409,7 @@ def test_the_added_tool_can_be_called_and_demanded(client: Client, family: str) 
         assert told.num_cached >= two[1].num_known
 
 
-@sampled_cells(lambda family, **_: family == "qwen3_5")
+@pytest.mark.long
 @ONE_API_PER_FAMILY
 def test_where_no_call_is_wanted_no_tool_is_told_of(client: Client) -> None:
     """`tool_choice: none` in between: afterwards they stand where they stood."""

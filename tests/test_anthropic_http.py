@@ -90,6 +90,7 @@ def test_one_tool_call_and_two(app: AppUnderTest) -> None:
         assert message["stop_reason"] == "tool_use"
 
 
+@sampled_cells(lambda choice, **_: choice["type"] == "tool")
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "read"}])
 def test_a_call_can_be_demanded(app: AppUnderTest, choice: dict[str, Any]) -> None:
     """A model that writes at random calls a tool because it must."""

@@ -78,7 +78,7 @@ def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, wire: Wir
     assert causes <= {"nothing lost"} | ({"thinking dropped"} if drops_old_thinking else set()), causes
 
 
-@sampled_cells(lambda wire, **_: wire.name == "stripped")
+@pytest.mark.long
 @on_recurrent_states
 @pytest.mark.parametrize("wire", [wire for wire in WIRES if wire.loses_thinking], ids=lambda wire: wire.name)
 def test_without_replay_stripped_thinking_costs(app: AppUnderTest, wire: Wire) -> None:

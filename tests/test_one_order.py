@@ -110,6 +110,7 @@ def _requests() -> list[tuple[str, Request]]:
     return chosen
 
 
+@pytest.mark.long
 def test_both_protocols_render_to_the_same_tokens(model: ModelFree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded clients and the corpus: chat as messages, messages as chat; without tools the prompt is another one."""
     defaults = model.served.defaults

@@ -11,7 +11,7 @@ import pytest
 from kvserve.config import DiskMode
 from kvserve.sessions.archive_file import FILE_NAME
 from tests.agents import STYLES, TELLING, Conversation, EchoStyle
-from tests.laws import IS_FULL
+from tests.laws import IS_FULL, sampled
 from tests.serving import AppUnderTest, serving_app
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 2}
@@ -150,7 +150,7 @@ def test_a_broken_file_is_begun_anew(tmp_path: Path) -> None:
         assert report["num_messages"] > 0 and report["num_record_faults"] == 0
 
 
-@pytest.mark.parametrize("disk_cache", ["off", "ephemeral"])
+@pytest.mark.parametrize("disk_cache", sampled(("off", "ephemeral"), {"ephemeral"}))
 def test_without_a_disk_cache_nothing_is_written(tmp_path: Path, disk_cache: DiskMode) -> None:
     """`--no-disk-cache` and `--ephemeral-cache` leave no file of records, also while the server runs."""
     with serving_app(tmp_path, "qwen3", disk_cache=disk_cache) as app:

@@ -51,6 +51,7 @@ def test_a_row_of_most_of_the_memory_is_found_again_whole(family: str, share: fl
     assert lines == []
 
 
+@pytest.mark.long
 def test_a_row_that_is_not_moved_is_found_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: moving is what lets the next turn find all of it."""
     monkeypatch.setattr(KvMoves, "_makes_way", lambda *_, **__: False)

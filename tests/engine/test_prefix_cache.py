@@ -93,7 +93,7 @@ def test_the_next_turn_reuses_prompt_and_answer(engine: Engine) -> None:
     assert_exact(warm, cold(engine, longer))
 
 
-@of_three_kinds
+@of_two_kinds
 def test_a_repeated_prompt_computes_its_tail_only(engine: Engine, family: str) -> None:
     """The same prompt again: all but the last token where layers can be cut, else its generation tail."""
     [first] = generate(engine, turn(BASE))
