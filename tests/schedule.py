@@ -32,6 +32,7 @@ ALONG = {
     "tests/test_stopped_answers.py": "tests/protocols/",
     "tests/engine/test_kv_moves.py": MOVING,
     "tests/engine/test_moving_faults.py": MOVING,
+    "tests/engine/test_put_back.py": MOVING,
 }
 """Files that need what such a folder or another file shares."""
 

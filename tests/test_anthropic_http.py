@@ -90,6 +90,7 @@ def test_one_tool_call_and_two(app: AppUnderTest) -> None:
         assert message["stop_reason"] == "tool_use"
 
 
+@sampled_cells(lambda choice, **_: choice["type"] == "tool")
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "read"}])
 def test_a_call_can_be_demanded(app: AppUnderTest, choice: dict[str, Any]) -> None:
     """A model that writes at random calls a tool because it must."""
@@ -296,7 +297,7 @@ def test_thinking_that_was_omitted_comes_back(tmp_path: Any, family: str) -> Non
         assert whole >= count(app, echoed, **ask_for) + 15
 
 
-@sampled_cells(lambda family, **_: family == "qwen3_5")
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3"])
 def test_the_protocols_share_their_kv(tmp_path: Any, family: str) -> None:
     """Chat, messages and chat again in one conversation: next to nothing is computed at the changes."""

@@ -80,12 +80,15 @@ def test_sub_agents_between_a_parents_turns(apps: tuple[AppUnderTest, AppUnderTe
     apps[0].clear_cache()
     talks = [begin(apps[0], words) for words in ("Plan it.", "You are the left one.", "You are the right one.")]
     last = [turn(talk, place) for place, talk in enumerate(talks)]
-    for talk, before in zip(talks, last, strict=True):
+    for place, (talk, before) in enumerate(zip(talks, last, strict=True)):
         asked = check_fresh(apps, talk)
         assert asked.num_cached_tokens >= before.num_tokens - SLACK_TOKENS
+        text = apps[0].served.tokenizer.decode(asked.prompt_ids)
+        assert [f"hill {number}" in text for number in range(3)] == [number == place for number in range(3)]
     assert apps[0].get("/v1/cache").json["counters"]["exact_key_rejected_by_model_lcp"] == 0
 
 
+@pytest.mark.long
 @on_recurrent_states
 def test_two_clients_on_one_session_id(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
     """The same answers to other words, in turns: neither's thinking, calls or results reach the other's prompt."""

@@ -56,8 +56,8 @@ def reusable(talk: Conversation, turn: int) -> int:
 
 
 def is_in_every_run(app: str, style: EchoStyle, thinking: bool) -> bool:
-    """Where layers hold states: thinking that is put back, and a carrier; where they can be cut what is put back."""
-    return thinking and (app, style.name) in {("qwen3_5", "stripped"), ("qwen3_5", "carried"), ("qwen3", "stripped")}
+    """Thinking that is put back, where layers hold states and where they can be cut."""
+    return thinking and style.name == "stripped" and app in TWO_KINDS
 
 
 @pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])

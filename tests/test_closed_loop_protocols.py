@@ -55,9 +55,8 @@ on_recurrent_states = pytest.mark.parametrize("app", sampled(TWO_KINDS, ("qwen3_
 
 
 def is_in_every_run(app: str, wire: Wire, thinking: bool) -> bool:
-    """With a model that goes on thinking: a wire that sends least, one that sends all back, and the one that names what
-    the server keeps."""
-    return thinking and app == "qwen3_5" and wire.name in ("Claude Code", "stripped", "named response")
+    """With a model that goes on thinking: a wire that sends all back, and the one that names what the server keeps."""
+    return thinking and app == "qwen3_5" and wire.name in ("Claude Code", "named response")
 
 
 @pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
@@ -79,7 +78,7 @@ def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, wire: Wir
     assert causes <= {"nothing lost"} | ({"thinking dropped"} if drops_old_thinking else set()), causes
 
 
-@sampled_cells(lambda wire, **_: wire.name == "stripped")
+@pytest.mark.long
 @on_recurrent_states
 @pytest.mark.parametrize("wire", [wire for wire in WIRES if wire.loses_thinking], ids=lambda wire: wire.name)
 def test_without_replay_stripped_thinking_costs(app: AppUnderTest, wire: Wire) -> None:
@@ -91,7 +90,7 @@ def test_without_replay_stripped_thinking_costs(app: AppUnderTest, wire: Wire) -
     assert max(lost(talk)) > TOLERANCE
 
 
-@sampled_cells(lambda wire, **_: wire.name == "Codex")
+@pytest.mark.long
 @on_recurrent_states
 @pytest.mark.parametrize("wire", [ANTHROPIC_WIRES[0], RESPONSES_WIRES[0]], ids=lambda wire: wire.name)
 def test_an_edited_answer_is_seen_and_costs(app: AppUnderTest, wire: Wire) -> None:

@@ -14,7 +14,6 @@ from benchmarks.frozen import FrozenOracle
 from benchmarks.led_server import led_server
 from benchmarks.real_loop import SMALLEST
 from benchmarks.recordings import MESSAGES, RESPONSES, Conversation, Reply, Request, shared_folder
-from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 
@@ -44,7 +43,7 @@ def played(talk: Conversation, family: str, scratch: Path, **change: Any) -> lis
     [(SMALL, 4), *((name, None) for name in SESSIONS)],
     ids=lambda value: "whole" if value is None else str(value),
 )
-@sampled_cells(lambda name, num_requests, family: (num_requests, family) == (4, "qwen3_5"))
+@pytest.mark.long
 def test_what_the_server_said_is_known_when_it_comes_back(
     name: str, family: str, num_requests: int | None, tmp_path: Path
 ) -> None:

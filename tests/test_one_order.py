@@ -110,6 +110,7 @@ def _requests() -> list[tuple[str, Request]]:
     return chosen
 
 
+@pytest.mark.long
 def test_both_protocols_render_to_the_same_tokens(model: ModelFree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded clients and the corpus: chat as messages, messages as chat; without tools the prompt is another one."""
     defaults = model.served.defaults
@@ -156,6 +157,7 @@ def test_an_edited_project_file_reaches_the_model(model: ModelFree) -> None:
     assert rules_read(model) == [(True, False)] * 8 + [(False, True)] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_a_rule_that_took_its_text_for_volatile_would_hide_the_edit(
     family: str, monkeypatch: pytest.MonkeyPatch

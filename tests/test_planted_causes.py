@@ -265,6 +265,7 @@ def test_a_conversation_from_before_the_start(tmp_path: Path) -> None:
         assert "restart" in asked.explanation["summary"] and "--ephemeral-cache" in asked.explanation["remedy"]
 
 
+@pytest.mark.long
 def test_a_conversation_that_comes_back_from_disk(tmp_path: Path) -> None:
     """The control: with a cache that outlives the restart nothing is lost, and the disk is named."""
     with serving_app(tmp_path, "qwen3", **SETTINGS) as app:

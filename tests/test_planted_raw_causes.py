@@ -183,10 +183,11 @@ def test_a_prompt_in_other_tokens(app: AppUnderTest) -> None:
     """First as a token for every character, then as text: the same words, and nothing of them can be reused."""
     app.clear_cache()
     tokenizer = app.served.tokenizer
-    spelt = [token for char in TEXT for token in tokenizer.encode(char)]
-    assert tokenizer.decode(spelt) == TEXT and len(spelt) > 2 * len(tokenizer.encode(TEXT))
+    text = TEXT[:400]
+    spelt = [token for char in text for token in tokenizer.encode(char)]
+    assert tokenizer.decode(spelt) == text and len(spelt) > 2 * len(tokenizer.encode(text))
     response = app.post(COMPLETION_PATH, {"prompt": spelt, "max_tokens": 2, "temperature": 0, **SESSION})
     assert response.status == 200
-    _, told = ask(app, TEXT)
+    _, told = ask(app, text)
     assert told["cause"] == "tokenised differently", told
     assert told["first_difference"]["role"] == "prompt" and told["first_difference"]["char"] < 16

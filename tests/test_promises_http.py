@@ -66,7 +66,7 @@ def reasoning_tokens(usage: Mapping[str, Any] | None) -> int:
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
-@sampled_cells(lambda family, thinking: (family, thinking) in (("qwen3", "off"), ("qwen3_5", "on")))
+@sampled_cells(lambda family, thinking: (family, thinking) == ("qwen3_5", "on"))
 def test_a_strict_tool_is_held_where_the_model_may_call(app: AppUnderTest, family: str, thinking: str) -> None:
     """What the model says before its call is its own; the call then obeys the schema, though it wanted another."""
     bad = CALLS[family].replace("Oslo", "Paris")
@@ -122,7 +122,7 @@ def test_a_messages_effort_is_read_by_the_model(app: AppUnderTest) -> None:
     assert same > other + 50
 
 
-@sampled_cells(lambda family: family != "qwen3")
+@sampled_cells(lambda family: family == "qwen3_5")
 def test_text_beside_strict_tools_is_what_the_model_wants(app: AppUnderTest, family: str) -> None:
     """Without a call nothing is changed by them, thinking and markup that is none included."""
     said = "Use <b> or {}: 5 < 6.\n"
@@ -184,11 +184,11 @@ def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: st
     fields = {"max_tokens": 200, **(form | without_space(app) if promised else {})}
     opening = {"gpt_oss": "<|channel|>analysis<|message|>"}.get(family, "" if family in OPENED else "<think>\n")
     answer = "<|start|>assistant<|channel|>final<|message|>Done." if family == "gpt_oss" else "\n\nDone."
-    with wishing(app, opening + "a " * 150 + answer) as wish:
+    with wishing(app, opening + "a " * 60 + answer) as wish:
         limited = app.both(thinking={"type": "enabled", "budget_tokens": 23}, **fields, **wish)
         free = app.both(thinking="on", **fields, **wish)
     assert reasoning_tokens(limited.usage) == 23
-    assert reasoning_tokens(free.usage) > 90
+    assert reasoning_tokens(free.usage) > 40
     assert free.reasoning.startswith(limited.reasoning) and limited.reasoning
     assert limited.content
     if promised:
@@ -260,7 +260,7 @@ def test_a_limited_answer_is_replayed_as_it_was_written(app: AppUnderTest) -> No
 # --- what the prompt has already --------------------------------------------------------------------------------------
 
 
-@sampled_cells(lambda family, begun: family == "qwen3_5" or (family == "gpt_oss" and not begun.strip("{ ")))
+@sampled_cells(lambda family, begun: family == "qwen3_5")
 @pytest.mark.parametrize(
     "begun", ['{"city": "Os', '{\n  "city": "Rome",\n  "days":', '{"city": "Oslo", "days": 3}', "  {"]
 )
@@ -283,7 +283,7 @@ def test_json_behind_what_cannot_begin_it_is_refused(app: AppUnderTest) -> None:
         assert refused.status == 400 and refused.error["param"] == "messages", (begun, refused.body)
 
 
-@sampled_cells(lambda family: family != "qwen3")
+@sampled_cells(lambda family: family == "qwen3_5")
 def test_a_call_follows_prefilled_text(app: AppUnderTest) -> None:
     """What stands before a forced call is text, and the call is whole."""
     said = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "I will look it up."}]

@@ -83,6 +83,7 @@ def test_a_server_that_forgets_is_noticed(served: Served) -> None:
         assert_nothing_is_computed_twice(requests)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("served", sampled(CONVENTIONS, ("qwen3_5",)), indirect=True)
 def test_a_server_with_checkpoints_at_the_ends_of_prompts_only_is_noticed(
     served: Served, monkeypatch: pytest.MonkeyPatch

@@ -120,7 +120,7 @@ def test_a_quick_start_reads_the_text_of_its_first_block(app: AppUnderTest, kind
     assert [block["type"] for block in asked["content"]] == ["thinking", "text"], "the control: that is what it wants"
 
 
-@sampled_cells(lambda kind, fields: (kind == "gpt_oss") == ("enable_thinking" in fields) and kind in EVERY_RUN)
+@sampled_cells(lambda kind, fields: kind == "opened" and "reasoning_effort" in fields)
 @pytest.mark.parametrize("fields", [{"enable_thinking": False}, {"reasoning_effort": "none"}], ids=str)
 def test_a_chat_that_switches_thinking_off_has_none(app: AppUnderTest, kind: str, fields: dict[str, Any]) -> None:
     """Streamed and not, and the usage says so: what opens and closes it are tokens of the answer, and no thought."""
@@ -150,6 +150,7 @@ def test_a_response_without_effort_has_no_reasoning(app: AppUnderTest, kind: str
     assert item["content"][0]["text"] == ANSWER
 
 
+@sampled_cells(lambda kind: kind == "opened")
 def test_a_promised_form_and_a_forced_call_come_without_thinking(app: AppUnderTest, kind: str) -> None:
     """What closes the thinking is let through, and the form follows; beside strict tools text does."""
     fields = {"enable_thinking": False, "parallel_tool_calls": False, **without_space(app)}

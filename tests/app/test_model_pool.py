@@ -107,7 +107,7 @@ def test_running_answers_end_before_the_swap(app: AppUnderTest) -> None:
     """A stream of the old model is not cut; a request for the other one has its headers at once and then its answer."""
     with app.connect() as running, app.connect() as waiting:
         with no_tokens():
-            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=20)))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", stream=True, max_tokens=4)))
             status, headers = waiting.read_head()
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_while_it_waits_causes_no_swap(app: AppUnderTest) -
     """Its place is free again, and the loaded model stays."""
     with app.connect() as running:
         with no_tokens():
-            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=20)))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             for stream in (True, False):
                 with app.connect() as waiting:
@@ -180,7 +180,7 @@ def test_only_so_many_may_wait_for_another_model(tmp_path: Path, models: Path) -
     settings = {"model_path": str(models / "a"), "model_folders": (str(models),), "max_queued_requests": 1}
     with serving_app(tmp_path, **settings) as app, app.connect() as running, app.connect() as waiting:
         with no_tokens():
-            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=20)))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2)))
             assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
@@ -201,7 +201,7 @@ def test_who_waits_for_another_model_is_listed(app: AppUnderTest) -> None:
 
     with app.connect() as running, app.connect() as first, app.connect() as second:
         with no_tokens():
-            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=20)))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             assert waiting() == []
             first.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2, session_id="build-7")))

@@ -91,6 +91,7 @@ def test_a_restart_is_warm_and_exact(family: str, tmp_path: Path) -> None:
         settle(engine)
         shutil.copytree(tmp_path / "kv", tmp_path / "crashed")  # what a kill -9 leaves at this moment
     longer = [*BASE, *first.tokens, *prompt_of(60, 1)]
+    expected: tuple[int, ...] = ()
     for folder in ("kv", "crashed"):
         with running_engine(family, disk=on(tmp_path / folder)) as engine:
             [again] = generate(engine, turn(BASE))
@@ -102,7 +103,8 @@ def test_a_restart_is_warm_and_exact(family: str, tmp_path: Path) -> None:
             engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
             report = disk_of(engine)
             assert report.num_restores >= 1 and report.stats.faults == {}
-            assert_exact(warm, cold(engine, longer))
+            expected = expected or cold(engine, longer)
+            assert_exact(warm, expected)
 
 
 def test_the_start_reads_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,7 @@ def test_the_start_reads_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 @pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
-@sampled_cells(lambda family, first: (first == "ours") == (family == "qwen3"))
+@sampled_cells(lambda family, first: family == "qwen3_5" and first == "theirs")
 def test_siblings_after_a_restart(family: str, first: str, tmp_path: Path) -> None:
     """Two conversations that part in the middle: both are whole, whichever comes back first, and what they share is on
     disk once. Theirs leaves a blob of ours in the middle: the rows behind that place are not its own.
@@ -421,12 +423,12 @@ def test_a_long_answer_is_kept_while_it_is_written(
     with running_engine(family, disk=on(tmp_path)) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(PrefixCache, "extend", note)
-            [first] = generate(engine, turn(BASE, 150))
-        longer = [*BASE, *first.tokens[:100], *prompt_of(40, 4)]
+            [first] = generate(engine, turn(BASE, 110))
+        longer = [*BASE, *first.tokens[:97], *prompt_of(40, 4)]
         [warm] = generate(engine, turn(longer, 16))
         assert len(ends) >= 4 and cached(warm) >= len(BASE) + 64
         assert_exact(warm, cold(engine, longer, 16))
-        assert_exact(first, cold(engine, BASE, 150))
+        assert_exact(first, cold(engine, BASE, 110))
 
 
 @pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))

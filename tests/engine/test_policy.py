@@ -82,9 +82,9 @@ def test_the_policy_of_before_breaks_laws_in_most_traces() -> None:
 def test_the_laws_see_a_policy_that_is_wrong(
     where: object, name: str, value: object, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control of the laws, each by a fault in the policy."""
+    """Control of the laws, each by a fault in the policy. One of them shows in the twelfth trace first."""
     monkeypatch.setattr(where, name, value)
-    assert any(law in broken_in(seed, Fair()) for seed in range(120))
+    assert any(law in broken_in(seed, Fair()) for seed in (12, *range(120)))
 
 
 # --- who goes ---------------------------------------------------------------------------------------------------------

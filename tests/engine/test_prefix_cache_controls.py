@@ -290,7 +290,7 @@ def _only(prepared: Prepared, families: frozenset[str]) -> None:
 # --- the controls -----------------------------------------------------------------------------------------------------
 
 
-@sampled_cells(lambda prepared: prepared == "qwen3_5")
+@pytest.mark.long
 def test_without_a_fault_the_same_path_is_exact(prepared: Prepared) -> None:
     """What the controls below compare is equal as long as nothing is planted."""
     with planted(Fault(frozenset(FAMILIES)), prepared.evidence):

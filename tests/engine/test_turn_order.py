@@ -41,9 +41,9 @@ def order_of_chunks(patch: pytest.MonkeyPatch, before: Callable[[], None]) -> li
 def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """E5: neither the oldest prompt nor the shortest, and a short row begins like it; it waited for both of them."""
     prompts = {
-        "oldest": prompt_of(1500, 1),
-        "awaited": [*SHARED, *prompt_of(2500, 2)],
-        "shortest": prompt_of(900, 3),
+        "oldest": prompt_of(1000, 1),
+        "awaited": [*SHARED, *prompt_of(1500, 2)],
+        "shortest": prompt_of(600, 3),
         "waiting": [*SHARED, *prompt_of(40, 4)],
     }
     requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}

@@ -178,6 +178,7 @@ def test_a_wrong_guess_changes_no_answer(app: AppUnderTest, tmp_path: Path) -> N
 
 
 @CUTTABLE
+@sampled_cells(lambda fields, **_: "ttl" in fields)
 @pytest.mark.parametrize("fields", [{"cache_mode": "prefix"}, {"ttl": 0}], ids=["cache mode prefix", "ttl 0"])
 def test_what_is_not_to_be_kept_is_not_guessed(app: AppUnderTest, fields: Mapping[str, Any]) -> None:
     """Nothing of such a session is computed ahead."""
