@@ -117,6 +117,11 @@ class ControlTokens:
         self._starts_in_answer = re.compile(f"({_either(spared)})|(?={either})(.)", re.DOTALL)
         self._edges = re.compile(f"{BEFORE}({either})|({either}){BEHIND}")
 
+    @cached_property
+    def sparing_none(self) -> "ControlTokens":
+        """The same for a template that refuses an assistant's text with such a tag."""
+        return ControlTokens(self._tokenizer, self.tokens)
+
     # --- before the template ------------------------------------------------------------------------------------------
 
     def marked(self, text: str) -> str:
