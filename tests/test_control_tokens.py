@@ -52,7 +52,7 @@ def test_the_prompt_is_shown_as_it_was_sent(served: ServedModel) -> None:
 
 def test_noncharacters_hide_nothing(served: ServedModel) -> None:
     """What the server marks images and spellings with is seen as U+FFFD, wherever a client writes it."""
-    said = "a" + "".join(map(chr, range(0xFDD0, 0xFDD5))) + "\ufdd0\ufdd0b"
+    said = "a" + "".join(map(chr, range(0xFDD0, 0xFDD6))) + "\ufdd0\ufdd0b"
     digest = "0" * 64
     messages = (
         Message("system", (TextBlock(f"s{said}"),)),
@@ -66,7 +66,7 @@ def test_noncharacters_hide_nothing(served: ServedModel) -> None:
     tools = (ToolSpec("n", f"d{said}", {"type": "object", "description": f"p{said}"}),)
     prompt = preview(replace(asked(), messages=messages, tools=tools), served)
     for where in "surtcodp":
-        assert f"{where}a" + "\ufffd" * 7 + "b" in prompt.text
+        assert f"{where}a" + "\ufffd" * 8 + "b" in prompt.text
     assert f"\ufffd{digest}\ufffd" in prompt.text
     assert served.tokenizer.encode(prompt.text) == prompt.tokens.ids
 

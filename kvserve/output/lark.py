@@ -104,6 +104,19 @@ class Lark:
         self._rules.append(f"{name}: /(?s:.*){head}/ & ~/(?s:.*)({barred})(?s:.{'+' if is_short else '*'})/")
         return " ".join([self.rule(name, "[lazy]" if is_short else ""), *rest])
 
+    def key(self, stops: str, half: Sequence[str]) -> str:
+        """A key on one line without any of `stops`, which also does not make its reader take it for two: `half` are the
+        tags before a key, which would stand in it, or end in it."""
+        line = f"/[^{''.join(map(escaped, stops))}\\r\\n]+/"
+        text = "".join(half)
+        if set(text) & set(stops):
+            return line
+        again = (escaped(text[size:]) for size in range(1, len(text)) if text.endswith(text[:size]))
+        barred = "|".join((f"(?s:.*){_SPACES.join(map(escaped, half))}", *again))
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {line} & ~/({barred})(?s:.*)/")
+        return name
+
     def free(self, tags: Collection[str]) -> list[str]:
         """Alternatives that together are any text without one of `tags`: text, and every other added token."""
         text = self.rule("/(?s:.+)/")

@@ -6,12 +6,13 @@ opening. The reader alone knows a text that holds both and no key behind them. A
 a text's inside is free, except in enumerations.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import JSON_SPELLING, Spelling
 from kvserve.output.enforced import Enforced, allows_any_text, enforced
-from kvserve.output.lark import Lark, escaped, quote
+from kvserve.output.lark import Lark, quote
 from kvserve.output.tool_parsers.arguments import JSON_TYPES, STRING, type_names, types_of, write_argument
 from kvserve.output.tool_parsers.form import Chain
 
@@ -29,7 +30,8 @@ class PairForm:
         opening KEY lead VALUE closing (between opening KEY lead VALUE closing)* end
 
     `other` stands in the place of `lead` before what is no string, where the form tells them apart; such values are in
-    `spelling`. A key holds none of the characters in `stops`. A value's reader ends it at the first of `ends`.
+    `spelling`. A key holds none of the characters in `stops`. A value's reader ends it at the first of `ends`; the
+    first of these stands before the next key.
     """
 
     opening: str
@@ -47,6 +49,11 @@ class PairForm:
     def tells_strings(self) -> bool:
         """Whether an argument says if its value is a string."""
         return self.other is not None
+
+    def divides(self, key: str) -> bool:
+        """Whether the reader takes what `key` begins with for the value before it: of two openings the last counts."""
+        tags = self.ends[0]
+        return re.search(r"[ \t]*".join(map(re.escape, tags)), f"{''.join(tags)}{key}"[1:]) is not None
 
     def behind(self, *tags: str) -> Chain:
         """What closes a value, with these tags behind it: one text where nothing may stand between them."""
@@ -108,7 +115,7 @@ class PairGrammar:
 
     def _any_arguments(self) -> str:
         """The same of any keys with any values."""
-        key = f"/[^{''.join(map(escaped, self._form.stops))}\\r\\n]+/"
+        key = self._lark.key(self._form.stops, self._form.ends[0])
         others = (self._lark.json(ANY_VALUE),) if self._form.tells_strings else ()
         again = self._lark.reserved()
         return self._lark.fill(again, self._argument(_Argument(key, True, (), others), again, may_end=True))
@@ -156,7 +163,7 @@ class PairGrammar:
         for key, own in schemas.items():
             if own is False:
                 continue
-            if not key or set(key) & {*self._form.stops, *"\r\n"}:
+            if not key or set(key) & {*self._form.stops, *"\r\n"} or self._form.divides(key):
                 self._lose(f"the key {key!r}, which the model's form of calls cannot write")
                 continue
             yield self._typed(key, own if isinstance(own, Mapping) else {}, is_required=key in required)

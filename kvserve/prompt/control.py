@@ -26,8 +26,11 @@ BEFORE, BEHIND = "\ufdd2", "\ufdd3"
 LIVE = "\ufdd4"
 """Before the template's own tokens, in their names of the second tokenizer."""
 
-_MARKS = re.compile(f"[{MARK}-{LIVE}]")
-_PRIVATE = re.compile(f"[{EDGE}{MARK}-{LIVE}]")
+NOTHING = "\ufdd5"
+"""Thinking that there is none of, where a template must be given some; it goes with what the template writes around."""
+
+_MARKS = re.compile(f"[{MARK}-{NOTHING}]")
+_PRIVATE = re.compile(f"[{EDGE}{MARK}-{NOTHING}]")
 _ESCAPED = re.compile(r"(\\\\)|\\ufdd1")
 """Two backslashes, which Python shows of one, and the escape that it shows of a mark."""
 
@@ -113,6 +116,11 @@ class ControlTokens:
         self._starts = re.compile(f"(?={either}).", re.DOTALL)
         self._starts_in_answer = re.compile(f"({_either(spared)})|(?={either})(.)", re.DOTALL)
         self._edges = re.compile(f"{BEFORE}({either})|({either}){BEHIND}")
+
+    @cached_property
+    def sparing_none(self) -> "ControlTokens":
+        """The same for a template that refuses an assistant's text with such a tag."""
+        return ControlTokens(self._tokenizer, self.tokens)
 
     # --- before the template ------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvserve.prompt.compiled import Refusal
+from kvserve.prompt.control import NOTHING
 from kvserve.prompt.steps import Preamble, PromptStep, WireForm
 
 KNOWN = (
@@ -14,7 +15,7 @@ KNOWN = (
     Preamble(
         end="<|end|>",
         header="<|start|>assistant<|channel|>commentary<|message|>",
-        unthought="<|start|>assistant<|channel|>analysis<|message|><|end|>",
+        unthought=f"<|start|>assistant<|channel|>analysis<|message|>{NOTHING}<|end|>",
     ),
 )
 _THOUGHT, _SECOND, _WORDS = "kwthought", "kwsecond", "kwwords"
@@ -45,11 +46,11 @@ def _stands(preamble: Preamble, form: WireForm, render: Renders, loop: Sequence[
     """Whether it is a message of its own behind the thinking, and what is written of no thinking stands before it."""
     user, first, result, second, last = loop
     thought = replace(first, reasoning=_THOUGHT)
-    words = f"{preamble.header}{_WORDS}"
-    alone = render((user, thought, result, replace(second, reasoning=f"{preamble.end}{words}"), last), form)
-    if not isinstance(alone, str) or alone.count(f"{preamble.unthought}{words}") != 1:
+    words = replace(second, reasoning=preamble.behind("", _WORDS))
+    alone = render((user, thought, result, words, last), form)
+    if not isinstance(alone, str) or alone.count(f"{preamble.unthought}{preamble.header}{_WORDS}") != 1:
         return False
-    said = f"{_SECOND}{preamble.end}{words}"
+    said = preamble.behind(_SECOND, _WORDS)
     both = render((user, thought, result, replace(second, reasoning=said), last), form)
     return isinstance(both, str) and 0 <= both.find(_THOUGHT) < both.find(said)
 

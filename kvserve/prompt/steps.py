@@ -27,6 +27,7 @@ from kvserve.core import (
 from kvserve.errors import BadRequest
 from kvserve.prompt.call_arguments import parsed_arguments, plain_data
 from kvserve.prompt.compiled import MessageDict, ToolDict
+from kvserve.prompt.control import NOTHING
 
 # `start` and `end` stand for the borders of a conversation; `later_system` is a system message after anything else,
 # `calls` an assistant message with tool calls, `result` a tool result right behind its call, `orphan` any other one.
@@ -105,7 +106,7 @@ THINKING_PART = "thinking part"
 class Preamble:
     """Words before a call as a message of their own behind the thinking: `end` ends that, `header` begins the words.
 
-    The template takes all of it for thinking; `unthought` is what it writes before the words where there is none.
+    The template takes all of it for thinking; `unthought` is what it writes before the words where that is NOTHING.
     """
 
     end: str
@@ -114,7 +115,7 @@ class Preamble:
 
     def behind(self, reasoning: str, words: str) -> str:
         """The thinking for the template."""
-        return f"{reasoning}{self.end}{self.header}{words}"
+        return f"{reasoning or NOTHING}{self.end}{self.header}{words}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,9 +250,10 @@ class ChatTemplate:
         arguments = profile.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
         switched = profile.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
         refusals: list[str] = []
-        for dialect, said in _attempts(profile, messages, tools):
+        for dialect, said, control in _attempts(profile, messages, tools, self.control):
             words = self._tool_words(dialect, tools)
-            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
+            memory = self._memory_of(dialect) if control is self.control else None
+            conformed = conform(said, tools, dialect, memory, control, words.said, call_ids)
             offered = tool_dicts(tools, dialect.form) if dialect.tools else None
             writer = Writer(profile.template, dialect.form, offered, arguments, self.reasoning_tags)
             written = writer.write(conformed)
@@ -325,18 +326,28 @@ def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[st
 
 
 def _attempts(
-    profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
-) -> Iterator[tuple[Dialect, tuple[Message, ...]]]:
-    """The forms to try, nearest first: as probed; tools in words; everything in one user message."""
+    profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], control: ControlTokens
+) -> Iterator[tuple[Dialect, tuple[Message, ...], ControlTokens]]:
+    """The forms to try, nearest first: as probed; with an assistant's tags as words; tools in words; everything in one
+    user message."""
     first = profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect
     if first is not None:
-        yield first, messages
+        yield first, messages, control
+        if _are_said(control.spared, messages):
+            yield first, messages, control.sparing_none
     in_words = profile.in_words
     if in_words is None:
         return
-    yield in_words, messages
+    yield in_words, messages, control
     is_answer = bool(messages) and messages[-1].role == "assistant"
     told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
     describe = ToolWords(explains=not tools, calls=in_words.words).said
     steps = (step for index, message in enumerate(told) for step in steps_of(message, index, describe))
-    yield in_words, (Message("user", (TextBlock(transcript(steps, in_words.words.calls)),)), *answer)
+    yield in_words, (Message("user", (TextBlock(transcript(steps, in_words.words.calls)),)), *answer), control
+
+
+def _are_said(tags: Collection[str], messages: tuple[Message, ...]) -> bool:
+    """Whether an assistant's text has one of these tags."""
+    answers = (message.blocks for message in messages if message.role == "assistant")
+    texts = ("".join(block.text for block in blocks if isinstance(block, TextBlock)) for blocks in answers)
+    return any(tag in text for text in texts for tag in tags)

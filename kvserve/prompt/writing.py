@@ -58,7 +58,7 @@ class Writer:
         text = self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
         if self.form.preamble is None or isinstance(text, Refusal):
             return text
-        # Words without thinking; nobody else's text has these letters, as a client's control tokens are marked.
+        # Words without thinking: these letters have one that is in no client's text.
         return text.replace(self.form.preamble.unthought, "")
 
     def _continued(self, before: Sequence[MessageDict], said: PromptStep) -> RenderedText | Refusal:

@@ -13,6 +13,7 @@ from kvserve.core import ContentDelta, OutputDelta, ToolCallEnd, ToolCallPiece, 
 from kvserve.output import harmony
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.splitter import Splitter
+from kvserve.output.tool_parsers import arguments as arguments_module
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
 from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.output.tool_parsers.json_text import read_json, write_json
@@ -154,6 +155,21 @@ def test_what_is_no_string_goes_out_when_it_is_whole() -> None:
     text = "<tool_call>write<arg_key>n</arg_key><arg_value>12</arg_value><arg_key>text</arg_key><arg_value>"
     seen = [said(deltas) for deltas in steps(text, [WRITE])]
     assert [piece for piece in seen if piece] == ['{"n": ', '12, "text": "']
+
+
+@pytest.mark.parametrize("value", ["[1, 2, 3]", "1", "{}"])
+def test_a_long_value_is_looked_at_as_far_as_it_decides(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it can only be a string is known by its beginning; with all of it at each character a list of a million
+    would take minutes. A call that the end cuts has all of it all the same."""
+    asked: list[str] = []
+    must_be_string = arguments_module.must_be_string
+    monkeypatch.setattr(
+        arguments_module, "must_be_string", lambda text, *others: asked.append(text) or must_be_string(text, *others)
+    )
+    long, tool = value[:-1] + value[-1] * 500, ToolSpec("write", None, {})
+    _, [end] = finished(f"<tool_call>write<arg_key>n</arg_key><arg_value>{long}", [tool], cut=True)
+    assert end.call.arguments == f'{{"n": "{long}'
+    assert sum(map(len, asked)) < 10 * len(long)
 
 
 @pytest.mark.parametrize(

@@ -277,15 +277,13 @@ def test_the_second_tokenizer_is_the_first_but_for_marked_words(name: str) -> No
 
 
 @settings(max_examples=num_examples(40), deadline=None)
-@given(
-    st.lists(st.sampled_from(["\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4", "<", "|im_end|>", "<|im_end|>", "a"]), max_size=9)
-)
+@given(st.lists(st.sampled_from([*map(chr, range(0xFDD1, 0xFDD6)), "<", "|im_end|>", "<|im_end|>", "a"]), max_size=9))
 def test_a_client_cannot_write_marks(parts: list[str]) -> None:
     """A private character becomes U+FFFD: nothing that a client sends is taken for a mark, nothing else is changed."""
     of, text = family("qwen3"), "".join(parts)
     for place in ("user", "answer", "thinking", "call argument", "description"):
         prompt = written(of, POSITIONS[place](text))
-        clean = "".join("\ufffd" if "\ufdd1" <= character <= "\ufdd4" else character for character in text)
+        clean = "".join("\ufffd" if "\ufdd1" <= character <= "\ufdd5" else character for character in text)
         assert prompt.shown == unguarded(of).write(*POSITIONS[place](clean), thinking=False).text
         assert of.tokenizer.decode(of.stitcher.tokens(prompt).ids) == prompt.shown
 

@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template as co
 
 from kvserve.app.model_factory import read_calls
 from kvserve.core import JSON_SPELLING, CallRow, JsonObject, PairParts, Spelling, ToolChoice, ToolSpec
+from kvserve.errors import BadRequest
 from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.splitter import Splitter
@@ -540,6 +541,33 @@ def test_a_forced_key_ends_where_either_kind_of_value_begins() -> None:
     grammar = case.grammar(ToolChoice("required"), tools=(ANY,))
     assert case.accepts(grammar, rendered(source, [("any", {"a": 5, "b": "x"})]))
     assert not case.accepts(grammar, rendered(source, [("any", {"a]b": "x"})]))
+
+
+@pytest.mark.parametrize(
+    ("closing", "opening", "half"), [("[END_VALUE]", "[KEY]", "[END_VALUE],[KEY]"), ("|", "|", "|")]
+)
+def test_a_forced_key_is_none_that_its_reader_divides(closing: str, opening: str, half: str) -> None:
+    """Of two openings before a value the last one counts, so that what a key has before it would be the value's. Where
+    the two are alike the beginning of a key is enough."""
+    source = PAIRS["joined"].replace("[END_VALUE]", closing).replace("[KEY]", opening)
+    source = source if closing != opening else source.replace("{{ ',\n' if not loop.last }}", "")
+    row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    assert isinstance(row, CallRow)
+    case = Setup(byte_tokenizer(()), select_format("auto", "", (), None, row))
+    grammar = case.grammar(ToolChoice("required"), tools=(ANY,))
+    for key in ("b", f"b{opening[:-1]}c", f"b{closing[1:]}c"):
+        said: list[tuple[str, JsonObject]] = [("any", {"a": "x", key: "y"})]
+        text = rendered(source, said)
+        found, _ = read(case.format, [text])
+        assert case.accepts(grammar, text) and [(name, json.loads(each)) for name, each in found] == said
+    key = f"{half}c" if closing == opening else f"b{half}c"
+    assert not case.accepts(grammar, rendered(source, [("any", {"a": "x", key: "y"})]))
+    properties = {"a": {"type": "string"}, key: {"type": "string"}}
+    strict = ToolSpec(
+        "any", "", {"type": "object", "properties": properties, "additionalProperties": False}, strict=True
+    )
+    with pytest.raises(BadRequest, match="cannot write"):
+        case.grammar(ToolChoice("required"), tools=(strict,))
 
 
 @sampled_cells(lambda tokens, name: tokens is (name == "told"))

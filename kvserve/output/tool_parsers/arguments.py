@@ -155,7 +155,8 @@ class ArgumentValue:
             self._text.append("")  # one line end before the value was looked for
             text = text.removeprefix("\n")
         self._text.append(text)
-        if self._draft.is_open and text:
+        # a longer beginning decides nothing that a shorter one did not
+        if self._draft.is_open and text and (self._is_string or len(self._waiting) <= _MAX_NUMBER_CHARS):
             self._waiting += text
             self._write_certain()
 
@@ -179,7 +180,7 @@ class ArgumentValue:
 
     def break_off(self) -> None:
         """Write an unfinished value as the beginning of a string."""
-        self._draft.write(("" if self._is_string else '"') + escaped(self._waiting))
+        self._draft.write(escaped(self._waiting) if self._is_string else '"' + escaped("".join(self._text)))
 
 
 def parameters_of(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:
