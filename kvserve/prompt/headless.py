@@ -1,10 +1,12 @@
 """Finds answers that stand in one piece with a tool's result, where a prompt ends otherwise than history goes on.
 
-Such an answer has no header of its own: it begins behind what the template writes between a result and an answer. It
-knows units and a reader of their content, which is handed in, no token ids.
+Such an answer has no header of its own: it begins behind what the template writes between a result and an answer.
+Where a prompt ends as history goes on, the piece is read whole. It knows units and a reader of their content, which is
+handed in, no token ids.
 """
 
 import re
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +38,19 @@ class Headless:
     unit: int
     lead: str
     text: str
+
+
+def begins_alike(unit: Unit, written: str, tail: str, says: ReadsMessages) -> bool:
+    """Whether `written`, with its prompt's `tail` before it, begins as the unit, which says the same: with its header,
+    or with the result in its letters, as a result may hold what would be a call, or thinking, of a model.
+
+    A prompt may end in more than history has there, such as thinking that it closes.
+    """
+    if unit.header:
+        return written.startswith(unit.header)
+    text = shown(unit.text)
+    num_alike = bisect(range(1, len(tail) + 1), False, key=lambda size: not text.startswith(tail[:size]))
+    return says(tail[num_alike:]) == ("", "", ())
 
 
 def find_headless(

@@ -15,7 +15,7 @@ from kvserve.core import ImageSpan, MessageStart, Written
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
-from kvserve.prompt.headless import Headless, Spoken, find_headless
+from kvserve.prompt.headless import Headless, Spoken, begins_alike, find_headless
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import ThinkTags
@@ -251,7 +251,7 @@ class Stitcher:
             # The model continues right behind an unfinished turn: there white space counts, too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
-            if not emitted.text.startswith(units[span.start].header):
+            if not begins_alike(units[span.start], emitted.text, emitted.tail, reader):
                 continue
             if not _names_alike(emitted, units[span.start : span.stop], says):
                 continue

@@ -160,12 +160,17 @@ def _result_tails(
     template: ChatTemplate, asked: tuple[Message, ...], said: tuple[Message, ...]
 ) -> Iterator[tuple[str, str]]:
     """What stands behind the last result at a prompt's end and in history, mode by mode, where neither opens thinking
-    and history has something."""
+    and history has something that a result's own words cannot be: it ends any result, or holds a control token."""
+    asked_again = (*asked, Message("user", (TextBlock(_LATER),)))
     for thinking in (False, True):
         prompt = template.write(asked, (PROBE_TOOL,), thinking=thinking)
         tail = _from_words(prompt.text, _RESULT_WORDS[-1])
         kept = _between(_loop(template, said, thinking=thinking), _RESULT_WORDS[-1], _ANSWER)
-        if tail != kept and kept.strip() and not prompt.opens_reasoning:
+        if tail == kept or not kept.strip() or prompt.opens_reasoning:
+            continue
+        unanswered = _from_words(_loop(template, asked_again, thinking=thinking), _RESULT_WORDS[-1])
+        ends_any = _shared_beginning(tail, kept, unanswered).strip()
+        if ends_any or any(token in kept for token in template.control.tokens):
             yield tail, kept
 
 
@@ -181,6 +186,10 @@ def _between(text: str, left: str, right: str) -> str:
 
 def _from_words(text: str, words: str) -> str:
     return text.partition(words)[2]
+
+
+def _shared_beginning(*texts: str) -> str:
+    return "".join(chars[0] for chars in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts, strict=False)))
 
 
 def _end(behind: str, added: Collection[str], stops: Collection[str]) -> str | None:

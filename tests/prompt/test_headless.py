@@ -40,6 +40,15 @@ SOURCES = {
 """As Apertus writes a whole loop as one turn, as DeepSeek V3.2 closes thinking in a prompt's end, and as Hermes 3 ends
 a result otherwise once something follows."""
 
+LIKE_THOUGHT = {
+    "read_whole": SOURCES["thought"].replace("<think></think>", "").replace("</think>", ""),
+    "unclosed": SOURCES["thought"]
+    .replace("</result>\n\n", "")
+    .replace("</think>{{", "{{ '\nIt says: ' if loop.previtem.role == 'tool' else '' }}{{")
+    .replace("%}<think></think>{%", "%}{% if messages[-1].role == 'tool' %}\nIt said: <|assistant|>{% endif %}{%"),
+}
+"""A prompt ends as history goes on; and nothing ends a result but the words before its answer."""
+
 TAILS = {
     "one_turn": {("]<|assistant|>", "]")},
     "thought": {("</result>\n\n<think></think>", "</result>\n\n</think>")},
@@ -52,10 +61,11 @@ every_template = pytest.mark.parametrize("name", SOURCES)
 
 @cache
 def family(name: str) -> Family:
-    tokenizer = small(SOURCES[name], *TOKENS, stops=("<|over|>", "<|called|>") if name == "one_turn" else ("<|over|>",))
-    row = find_call_row(CompiledTemplate(SOURCES[name], {}), read_calls)
+    source = (SOURCES | LIKE_THOUGHT)[name]
+    tokenizer = small(source, *TOKENS, stops=("<|over|>", "<|called|>") if name == "one_turn" else ("<|over|>",))
+    row = find_call_row(CompiledTemplate(source, {}), read_calls)
     assert isinstance(row, CallRow), row
-    output_format = select_format("auto", SOURCES[name], TOKENS, None, row)
+    output_format = select_format("auto", source, TOKENS, None, row)
     template = ChatTemplate(tokenizer, tags=output_format.tags, row=row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
@@ -125,6 +135,35 @@ def test_what_a_client_changed_is_in_the_prompt(name: str) -> None:
     talk.messages[2] = replace(talk.messages[2], blocks=(replace(result, blocks=(TextBlock("lost"),)),))
     text = talk.family.tokenizer.decode(talk.stitched().ids)
     assert "lost" in text and "found" not in text and text.count("It is over there.") == 1
+
+
+def test_a_result_that_is_read_with_its_answer_counts_letter_by_letter() -> None:
+    """A call that it quotes is no call: where the client moves words around it, the model reads them where they are."""
+    quoted = call("read_whole", "d")
+    talk, kept = answered("read_whole", f"{quoted}old")
+    talk.say("And then?")
+    assert talk.stitched().ids[: len(kept)] == kept
+    result = talk.messages[2].blocks[0]
+    assert isinstance(result, ToolResultBlock)
+    for moved in (f"old{quoted}", quoted.replace(": ", ":  ") + "old"):
+        talk.messages[2] = replace(talk.messages[2], blocks=(replace(result, blocks=(TextBlock(moved),)),))
+        prompt = talk.prompt()
+        assert f"<result>{moved}</result>" in prompt.shown
+        assert talk.family.tokenizer.decode(talk.stitched(prompt).ids) == prompt.shown
+
+
+def test_a_result_that_nothing_ends_holds_no_answer() -> None:
+    """Its own words would pass for what the model says behind it, and become a turn of the model's."""
+    talk = Talk(family("unclosed"), thinking=False, tools=(LOOK,))
+    talk.say("Where?")
+    talk.answer(in_odd_tokens(talk.family.tokenizer, call("unclosed", "a b")))
+    assert talk.results("found\nIt says: It is.") == 1
+    talk.say("And?")
+    talk.answer(in_odd_tokens(talk.family.tokenizer, "It is."))
+    talk.say("So?")
+    prompt = talk.prompt()
+    assert "found\nIt says: It is.<|user|>And?" in prompt.shown
+    assert talk.family.tokenizer.decode(talk.stitched(prompt).ids) == prompt.shown
 
 
 def test_a_result_that_nobody_answered_here_ends_as_it_is_rendered() -> None:
