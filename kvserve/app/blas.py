@@ -19,10 +19,9 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from kvserve.errors import SettingError, StartupError
-from kvserve.settings.blas_files import how_to_install, library_files
+from kvserve.settings.blas_files import computes_on_gpu, how_to_install, library_files
 from kvserve.settings.env_file import read_text
 from kvserve.settings.start_checks import known_settings
 
@@ -70,8 +69,8 @@ def preload_blas(
         return Preloading()
     if setting is None:
         return Preloading(("BLAS_LIBRARY is not read from a .env that is a pipe: it counts in the environment.",))
-    if setting == "auto" and active_blas() is not None:
-        return Preloading()  # whoever started the process has preloaded one
+    if setting == "auto" and (active_blas() is not None or computes_on_gpu(Path(sys.prefix))):
+        return Preloading()  # whoever started the process has preloaded one, or none is needed
     return _tried(setting, environ, trial)
 
 
@@ -96,7 +95,7 @@ def _tried(setting: str | Path, environ: Mapping[str, str], trial: Path) -> Prel
     for path in library_files(setting, Path(sys.prefix)):
         fault = fault_of(path, environ, trial)
         if fault is None:
-            _restart(path, environ, warnings)
+            fault = _restart(path, environ, warnings)
         if setting != "auto":
             return Preloading(
                 refused=SettingError("BLAS_LIBRARY", str(path), f"auto, off or a BLAS that works ({fault})")
@@ -168,13 +167,19 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-def _restart(path: Path, environ: Mapping[str, str], warnings: Sequence[str]) -> NoReturn:
-    """The same program with the same arguments in the same process, with the library preloaded."""
+def _restart(path: Path, environ: Mapping[str, str], warnings: Sequence[str]) -> str:
+    """Become the same program with the same arguments in the same process, with the library preloaded; returns only
+    where that cannot be, with the reason."""
     added = preloading(path, environ)
     left = {"path": str(path), "before": {name: environ.get(name) for name in added}, "warnings": list(warnings)}
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **added, SENTINEL: json.dumps(left)})
+    try:
+        os.execve(
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **added, SENTINEL: json.dumps(left)}
+        )
+    except OSError as error:
+        return f"Python could not be executed again: {error.strerror}"
 
 
 def _arrived(left: str, environ: MutableMapping[str, str]) -> Preloading:

@@ -60,6 +60,11 @@ def library_files(setting: Union[str, Path], venv: Path, root: Path = Path("/"))
     return list(map(Path, found))
 
 
+def computes_on_gpu(venv: Path) -> bool:
+    """Whether MLX is installed for CUDA: then no BLAS of the CPU has anything to do."""
+    return any(_folders(venv, "lib/python3.*/site-packages/mlx_cuda*.dist-info"))
+
+
 def _folders(base: Path, pattern: str) -> Iterator[Path]:
     yield from map(Path, sorted(glob.glob(os.path.join(glob.escape(str(base)), pattern))))
 

@@ -1,6 +1,7 @@
 """A fast BLAS is found, tried, preloaded once, named, and leaves nothing in the environment; one that does not work is
 refused with its reason."""
 
+import errno
 import json
 import os
 import signal
@@ -168,6 +169,12 @@ def test_one_that_is_refused_is_told_and_the_next_one_taken(tmp_path: Path, monk
     assert (left["path"], left["warnings"]) == (str(good), [f"{bad} is not used: it is bad."])
     found = preload_blas([], {"BLAS_LIBRARY": str(bad)}, tmp_path / ".env")
     assert "it is bad" in str(found.refused) and len(restarts) == 1
+    monkeypatch.setattr(os, "execve", too_long)
+    assert (
+        preload_blas([], {}, tmp_path / ".env")
+        .warnings[1]
+        .startswith(f"{good} is not used: Python could not be executed again: Argument list too long")
+    )
 
 
 def test_a_start_with_a_library_that_was_refused_is_none(
@@ -185,6 +192,10 @@ def test_a_start_with_a_library_that_was_refused_is_none(
 
 class Restarted(Exception):
     """Stands for the end of a process that became another program."""
+
+
+def too_long(*_: object) -> None:
+    raise OSError(errno.E2BIG, "Argument list too long")
 
 
 def restarts_of(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
@@ -241,7 +252,8 @@ def test_a_sentinel_of_somebody_else_ends_the_search(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_looked_for_where_nothing_will_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help, a setting that the start refuses, a `.env` that can be read once, another system."""
+    """Help, a setting that the start refuses, a `.env` that can be read once, another system, MLX for CUDA, a BLAS that
+    is there."""
     monkeypatch.setattr(blas, "library_files", lambda setting, venv: pytest.fail("it was looked for"))
     assert preload_blas(["--help"], {}, tmp_path / ".env") == Preloading()
     assert preload_blas([], {"MLX_PORT": "x"}, tmp_path / ".env") == Preloading()
@@ -251,6 +263,10 @@ def test_nothing_is_looked_for_where_nothing_will_be_served(tmp_path: Path, monk
         patch.setattr(sys, "platform", "darwin")
         assert preload_blas([], {}, tmp_path / ".env") == Preloading()
         assert active_blas() is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "prefix", str(tmp_path))
+        (tmp_path / "lib/python3.12/site-packages/mlx_cuda_13-0.32.4.dist-info").mkdir(parents=True)
+        assert preload_blas([], {}, tmp_path / ".env") == Preloading()
     monkeypatch.setattr(blas, "active_blas", lambda: Blas("mine", "/x"))
     assert preload_blas([], {}, tmp_path / ".env") == Preloading()
 
