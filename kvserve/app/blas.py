@@ -23,6 +23,7 @@ from pathlib import Path
 from kvserve.errors import SettingError, StartupError
 from kvserve.settings.blas_files import computes_on_gpu, how_to_install, library_files
 from kvserve.settings.env_file import read_text
+from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, parse_flags
 from kvserve.settings.start_checks import known_settings
 
 SENTINEL = "KVSERVE_BLAS_PRELOADED"
@@ -64,8 +65,8 @@ def preload_blas(
     if {"-h", "--help"}.intersection(argv):
         return Preloading()
     try:
-        setting = _setting(environ, env_file)
-    except StartupError:  # `main` reads the same again and says so
+        setting = _setting(argv, environ, env_file)
+    except (StartupError, FlagError):  # `main` reads the same again and says so
         return Preloading()
     if setting is None:
         return Preloading(("BLAS_LIBRARY is not read from a .env that is a pipe: it counts in the environment.",))
@@ -74,11 +75,13 @@ def preload_blas(
     return _tried(setting, environ, trial)
 
 
-def _setting(environ: Mapping[str, str], env_file: Path) -> str | Path | None:
+def _setting(argv: Sequence[str], environ: Mapping[str, str], env_file: Path) -> str | Path | None:
     """BLAS_LIBRARY, None where only a pipe knows it, which can be read once. Raises StartupError for any setting that
-    cannot be used."""
+    cannot be used, FlagError for such a flag."""
+    flags = parse_flags(argv)
+    from_flags = {name: value for name in SETTING_OF_FLAG if (value := getattr(flags, name)) is not None}
     text = read_text(env_file)
-    known = known_settings({}, environ, text)
+    known = known_settings(from_flags, environ, text)
     if "blas_library" in known:
         found: str | Path = known["blas_library"]
         return found
@@ -86,7 +89,7 @@ def _setting(environ: Mapping[str, str], env_file: Path) -> str | Path | None:
         return None
     from kvserve.config import load_launch  # python-dotenv knows what stands there; it takes a fifth of a second
 
-    return load_launch((), env_file=env_file).settings.blas_library
+    return load_launch(argv, env_file=env_file).settings.blas_library
 
 
 def _tried(setting: str | Path, environ: Mapping[str, str], trial: Path) -> Preloading:

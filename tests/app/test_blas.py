@@ -104,6 +104,8 @@ def test_what_installs_one_is_said_where_there_is_none(tmp_path: Path, monkeypat
     found = preload_blas([], {}, tmp_path / ".env")
     assert found.refused is None and len(found.warnings) == 1
     assert "slow BLAS" in found.warnings[0] and "BLAS_LIBRARY=off" in found.warnings[0]
+    overridden = {"MLX_PORT": "none"}  # a flag says otherwise
+    assert preload_blas(["--port=0"], overridden, tmp_path / ".env") == found
     assert preload_blas([], {"BLAS_LIBRARY": "off"}, tmp_path / ".env") == Preloading()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert how_to_install("x86_64", "PIP") == "without root `PIP install --no-deps mkl` (221 MB)"
@@ -252,11 +254,12 @@ def test_a_sentinel_of_somebody_else_ends_the_search(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_looked_for_where_nothing_will_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help, a setting that the start refuses, a `.env` that can be read once, another system, MLX for CUDA, a BLAS that
-    is there."""
+    """Help, a setting or flag that the start refuses, a `.env` that can be read once, another system, MLX for CUDA, a
+    BLAS that is there."""
     monkeypatch.setattr(blas, "library_files", lambda setting, venv: pytest.fail("it was looked for"))
     assert preload_blas(["--help"], {}, tmp_path / ".env") == Preloading()
     assert preload_blas([], {"MLX_PORT": "x"}, tmp_path / ".env") == Preloading()
+    assert preload_blas(["--misspelt"], {}, tmp_path / ".env") == Preloading()
     os.mkfifo(tmp_path / "pipe")
     assert "pipe" in preload_blas([], {}, tmp_path / "pipe").warnings[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -331,7 +334,7 @@ def test_the_process_is_the_same_with_the_library_and_hands_nothing_on(library: 
     program, starts = tmp_path / "program.py", tmp_path / "starts"
     program.write_text(PROGRAM, "utf-8")
     own = {"PYTHONPATH": str(ROOT), "STARTS": str(starts), "BLAS_LIBRARY": str(library), "PATH": os.environ["PATH"]}
-    arguments = ["a b", "", "--port=1"]
+    arguments = ["--disk-cache", "a b", "--port=1", "--model", "ü"]
     shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     with subprocess.Popen(
         [*shell, sys.executable, "-X", "utf8", str(program), *arguments],
