@@ -34,9 +34,10 @@ full-%: setup
 full-of-commit:
 	$(MAKE) full-$$(( 0x$$(git rev-parse --short=7 HEAD) % $(PARTS) + 1 ))
 
-# Each planted fault of tests/mutation/mutants against the tests; the table goes to tests/mutation/results.md.
+# Each planted fault of tests/mutation/mutants against the tests; the table goes to tests/mutation/results.md. NEW=1: only
+# those that it does not have.
 mutants: setup
-	$(PYTHON) -m tests.mutation
+	$(PYTHON) -m tests.mutation $(if $(NEW),--new)
 
 # The default tests twenty times beside a busy loop on each core: none may depend on how fast it is. LANES of them at once.
 beside-load: setup

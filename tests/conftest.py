@@ -37,8 +37,9 @@ os.environ["BLAS_LIBRARY"] = "off"
 # A test that would reach for a model hub is a mistake; let it fail at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# The time of one example says little on a shared machine; pytest-timeout guards the whole test.
-settings.register_profile("kvserve", deadline=None)
+# The time of one example says little on a shared machine; pytest-timeout guards the whole test. A law that names no
+# number of examples has hypothesis' own hundred in `make full`.
+settings.register_profile("kvserve", deadline=None, max_examples=100 if os.environ.get("FULL_RUN") == "1" else 50)
 settings.load_profile("kvserve")
 
 

@@ -27,8 +27,13 @@ RUN = "full" if IS_FULL else "default"
 TOGETHER = ("tests/proxy/", "tests/protocols/")
 """Folders whose files share what is expensive: a LiteLLM process, the import of the clients' libraries."""
 
-ALONG = {"tests/test_stopped_answers.py": "tests/protocols/"}
-"""Files that need what such a folder shares."""
+MOVING = "tests/engine/test_moving_ends.py"
+ALONG = {
+    "tests/test_stopped_answers.py": "tests/protocols/",
+    "tests/engine/test_kv_moves.py": MOVING,
+    "tests/engine/test_moving_faults.py": MOVING,
+}
+"""Files that need what such a folder or another file shares."""
 
 MAX_STALE_FILES = 20
 """More test files than this without their rewritten bytecode are compiled once, before the workers start."""

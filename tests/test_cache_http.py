@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws import THREE_KINDS, sampled, sampled_cells
+from tests.laws import THREE_KINDS, sampled
 from tests.serving import chat_body, serving_app
 
 WORDS = "The quick brown fox jumps over the lazy dog and reads the file again. "
 
 
-@sampled_cells(lambda family: family != "qwen3")
-@pytest.mark.parametrize("family", sampled((*THREE_KINDS, "gpt_oss", "glm4_moe_lite"), THREE_KINDS))
+@pytest.mark.parametrize("family", sampled((*THREE_KINDS, "gpt_oss", "glm4_moe_lite"), ("qwen3_5",)))
 def test_a_conversation_is_prefilled_once(tmp_path: Path, family: str) -> None:
     """The second turn reuses the first one up to the template's own change; cleared, the text is the same."""
     with serving_app(tmp_path, family=family) as app:

@@ -27,12 +27,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
         yield app
 
 
-EVERY_RUN = (("carried", "screenshots", True),)
-"""The other combinations are in `make full`."""
-
-
-def marks(is_of_every_run: bool) -> Any:
-    return () if is_of_every_run else pytest.mark.long
+pytestmark = pytest.mark.long
+"""By default `test_closed_loop.py` says it of text, `test_http_images.py` of the pictures of a next turn."""
 
 
 def shows(number: int) -> dict[str, Any]:
@@ -70,7 +66,6 @@ def lead(app: AppUnderTest, style: EchoStyle, shown: str, *, thinking: bool, fir
             style,
             shown,
             thinking,
-            marks=marks((style.name, shown, thinking) in EVERY_RUN),
             id=f"{style.name}-{shown}-{'thinking' if thinking else 'plain'}",
         )
         for style in STYLES
@@ -97,7 +92,6 @@ def test_every_turn_starts_where_the_last_one_ended(
     assert report(app) == (num_calls + num_shown, num_retreats)
 
 
-@pytest.mark.long
 def test_another_screenshot_in_the_history_is_seen(app: AppUnderTest) -> None:
     """The control: of a client that changes a picture of the history, all that follows it is prefilled again, and the
     tower looks at the new one."""
@@ -127,7 +121,6 @@ def talk_shows(talk: Talk, wire: Wire, number: int) -> None:
         newest["content"].append(part)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 def test_every_turn_starts_where_the_last_one_ended_in_other_protocols(app: AppUnderTest, wire: Wire) -> None:
     """A picture in the first message, and one in every result."""
@@ -148,7 +141,6 @@ def test_every_turn_starts_where_the_last_one_ended_in_other_protocols(app: AppU
     assert report(app) == (num_calls + 4, num_retreats)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("shown", SHOWN[:2])
 def test_a_long_tool_loop_reuses_every_turn(app: AppUnderTest, shown: str) -> None:
     """Forty calls in a row, stripped of their thinking by the client, with and without a picture before them."""

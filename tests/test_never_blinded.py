@@ -112,9 +112,7 @@ def asked_of_both(apps: tuple[AppUnderTest, AppUnderTest], body: Body) -> tuple[
 IN_EVERY_RUN = (
     ("qwen3_5", "one character of an old tool result"),
     ("qwen3_5", "a date in the reminder"),
-    ("qwen3_5", "the clock in an old message"),
     ("qwen3_5", "a tool's schema"),
-    ("qwen3_5", "the thinking switch"),
     ("qwen3", "an argument"),
 )
 """What a rule could hide, and one of each part of a prompt; `test_never_blinded_written.py` has all of them."""

@@ -452,7 +452,7 @@ class LastingWorld(World):
 
 
 @given(PAIRS, ACTS)
-@settings(max_examples=num_examples(200), deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_no_words_of_one_ever_stand_before_the_other(pair: tuple[SessionHint, SessionHint], acts: list[Act]) -> None:
     """Whatever two clients have in common: keys, users, an app's cache key, visible words, answers; not one session."""
     event(f"something comes back: {lead(pair, acts, World()) > 0}")

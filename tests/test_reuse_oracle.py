@@ -15,7 +15,7 @@ from tests.models import tiny_model
 from tests.serving import AppUnderTest, serving_app
 
 ANSWER_TOKENS = 12 if IS_FULL else 8
-USER_TURNS = "user turns"
+USER_TURNS, BRANCHES = "user turns", "parent, sub-agents, rewind, return"
 EVERY_RUN = THREE_KINDS
 """glm4_moe_lite's caches can be cut at any token, as qwen3's can, and gpt_oss has windows, as gemma3 has: left to
 `make full`."""
@@ -58,11 +58,11 @@ def assert_nothing_is_computed_twice(requests: list[Judged]) -> None:
 
 
 def is_in_every_run(served: str, scenario: str) -> bool:
-    """The scenarios that come back to what they left where states are recurrent; the one that the controls below are
+    """The scenario that comes back to all that it left where states are recurrent; the one that the controls below are
     played with where layers have windows, whose states are kept as the recurrent ones are."""
     if served == "gemma3":
         return scenario == USER_TURNS
-    return served == "qwen3_5" and scenario not in (USER_TURNS, "carrier message")
+    return served == "qwen3_5" and scenario == BRANCHES
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

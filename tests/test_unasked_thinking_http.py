@@ -12,7 +12,7 @@ import pytest
 
 from kvserve.engine import decode_group
 from tests.anthropic_serving import MESSAGES_PATH, ask_both, events_of, messages_body
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 from tests.models import tiny_model
 from tests.requests.test_serve import SCHEMA, TOOLS, fits, without_space
 from tests.serving import SCRIPT_SEED, AppUnderTest, serving_app, writing
@@ -39,7 +39,10 @@ KINDS = {
 lost its switch, as R1 and MiniMax have none: it ends inside thinking always, or the model begins it."""
 
 
-@pytest.fixture(scope="module", params=sampled(KINDS, ("gpt_oss", "opened")))
+EVERY_RUN = ("gpt_oss", "opened")
+
+
+@pytest.fixture(scope="module", params=sampled(KINDS, EVERY_RUN))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -102,6 +105,7 @@ def num_written(app: AppUnderTest, kind: str) -> int:
 # --- no thinking ------------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda kind: kind == "gpt_oss")
 def test_a_quick_start_reads_the_text_of_its_first_block(app: AppUnderTest, kind: str) -> None:
     """Without `thinking`, and with it disabled; the model's first words are those behind its thinking."""
     with thinking_first(app, kind) as wish:
@@ -116,6 +120,7 @@ def test_a_quick_start_reads_the_text_of_its_first_block(app: AppUnderTest, kind
     assert [block["type"] for block in asked["content"]] == ["thinking", "text"], "the control: that is what it wants"
 
 
+@sampled_cells(lambda kind, fields: (kind == "gpt_oss") == ("enable_thinking" in fields) and kind in EVERY_RUN)
 @pytest.mark.parametrize("fields", [{"enable_thinking": False}, {"reasoning_effort": "none"}], ids=str)
 def test_a_chat_that_switches_thinking_off_has_none(app: AppUnderTest, kind: str, fields: dict[str, Any]) -> None:
     """Streamed and not, and the usage says so: what opens and closes it are tokens of the answer, and no thought."""

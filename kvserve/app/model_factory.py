@@ -37,6 +37,8 @@ from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
+from kvserve.prompt.probe import PROBE_TOOL
+from kvserve.prompt.result_proof import lost_behind_results
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.thinking_tags import own_thinking_tags
@@ -94,6 +96,11 @@ class ModelFactory:
         stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
         if stitcher.unreplayed is not None:
             self.note(f"{source.name}: answers do not keep their own tokens in the next prompt: {stitcher.unreplayed}")
+        says = MessageReader.under(output_format, (PROBE_TOOL,))
+        if (lost := lost_behind_results(tokenizer, template, stitcher, says)) is not None:
+            self.note(
+                f"{source.name}: answers to tools' results do not keep their own tokens in the next prompt: {lost}"
+            )
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
         identity = replace(self.identity, limits=limits)
@@ -320,6 +327,8 @@ def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallR
     if text is None:
         is_unknown = isinstance(row, NoRow) and template.accepts_tools
         return f"its chat template lists tools and shows no call ({why})" if is_unknown else None
+    if not output_format.has_grammar and output_format.channels != "harmony":
+        return "its chat template writes strings between marks, and forced calls come in the JSON form"
     said = MessageReader.under(output_format, (CALLED,))(text)
     if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
         return f"what its chat template writes of a call is content here ({why})"

@@ -98,13 +98,15 @@ def plan_stops(
     num_matched_tokens: int,
     needs_checkpoints: bool,
     max_stride: int = MAX_STRIDE_TOKENS,
+    cut_tokens: int = 1,
 ) -> tuple[Stop, ...]:
     """The ascending offsets in `(num_usable_tokens, outline.num_tokens - 1]` where a prefill that starts at
     `num_usable_tokens` stops, no two of them further apart than `max_stride`.
 
     `num_matched_tokens` is where this prompt parts from what is stored: other prompts will part there too. With
     `needs_checkpoints` a state is stored at each stop, else the stops only end segments. The last token is never
-    prefilled. Raises ValueError for a stride below 1.
+    prefilled. A stop stands at the last multiple of `cut_tokens` before the place that it is for; gaps may be wider by
+    so much. Raises ValueError for a stride below 1.
     """
     if max_stride < 1:
         raise ValueError(f"A stride has at least one token, not {max_stride}.")
@@ -113,14 +115,20 @@ def plan_stops(
     for kind, rule in RULES:
         if needs_checkpoints or kind in CUTTABLE_KINDS:
             for offset in rule(outline):
-                stops.setdefault(offset, kind)
+                stops.setdefault(last_cut(offset, cut_tokens), kind)
     if needs_checkpoints:
-        stops.setdefault(num_matched_tokens, "divergence")
+        stops.setdefault(last_cut(num_matched_tokens, cut_tokens), "divergence")
     kept = {offset: kind for offset, kind in stops.items() if start < offset <= last and _is_whole(outline, offset)}
-    for offset in _strides([start, *sorted(kept), max(last, start)], max_stride):
-        if _is_whole(outline, offset):
-            kept[offset] = "stride"
+    for place in _strides([start, *sorted(kept), max(last, start)], max_stride):
+        offset = last_cut(place, cut_tokens)
+        if offset > start and _is_whole(outline, offset):
+            kept.setdefault(offset, "stride")
     return tuple(Stop(offset, kept[offset]) for offset in sorted(kept))
+
+
+def last_cut(offset: int, cut_tokens: int) -> int:
+    """The last place up to `offset` where a prefill is cut, of a model for which these have a place."""
+    return offset - offset % cut_tokens
 
 
 def _is_whole(outline: PromptOutline, offset: int) -> bool:

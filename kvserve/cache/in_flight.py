@@ -7,6 +7,7 @@ new         |-- usable --|                  ^ the prompts part here: the new req
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvserve.cache.checkpoints import last_cut
 from kvserve.cache.token_run import TokenRun, common_end, image_around, pack
 from kvserve.core import TokenSequence
 
@@ -37,17 +38,22 @@ class Wait:
 
 
 def plan_wait(
-    tokens: TokenSequence, num_usable_tokens: int, rows: Sequence[InFlight], *, needs_checkpoints: bool
+    tokens: TokenSequence,
+    num_usable_tokens: int,
+    rows: Sequence[InFlight],
+    *,
+    needs_checkpoints: bool,
+    cut_tokens: int = 1,
 ) -> Wait | None:
     """The request whose prefill will give this prompt the longest start beyond `num_usable_tokens`; None: start now.
 
     `rows` are in prefill and none of them waits, so waits never form a circle. Ask again when the wait is over, when
-    the awaited request has ended, and for other requests that wait.
+    the awaited request has ended, and for other requests that wait. It waits for a multiple of `cut_tokens`.
     """
     run = pack(tokens)
     best: Wait | None = None
     for number, row in enumerate(rows):
-        wait = _wait_for(number, row, run, needs_checkpoints)
+        wait = _wait_for(number, row, run, needs_checkpoints, cut_tokens)
         if wait is None or wait.offset - num_usable_tokens < MIN_GAIN_TOKENS:
             continue
         if best is None or wait.offset > best.offset:
@@ -55,12 +61,13 @@ def plan_wait(
     return best
 
 
-def _wait_for(number: int, row: InFlight, run: TokenRun, needs_checkpoints: bool) -> Wait | None:
+def _wait_for(number: int, row: InFlight, run: TokenRun, needs_checkpoints: bool, cut_tokens: int) -> Wait | None:
     # Neither request prefills its last token, so the state behind it never exists in a prefill.
     limit = min(len(run), len(row.prompt)) - 1
     offset = common_end(run, row.prompt, 0, limit) if limit > 0 else 0
     if (image := image_around(run.images, offset)) is not None:
         offset = image.start
+    offset = last_cut(offset, cut_tokens)
     if needs_checkpoints and offset < row.num_done_tokens:
         # The state at `offset` was overwritten unless it was stored: then the lookup has found it.
         return None

@@ -23,19 +23,34 @@ type CallParts = tuple[str | CallSlot, ...]
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a template writes a value that is no string: its words for true, false and null; lists and objects are JSON
-    or, with `is_python`, what Python shows of them."""
+    """How a template writes values: its words for true, false and null; lists and objects are JSON or, with
+    `is_python`, what Python shows of them, but for objects that are JSON with `has_json_objects`.
+
+    A string stands between `marks`, if there are any, and else as it is. With `is_own` lists and objects hold values in
+    this spelling, and keys as they are.
+    """
 
     true: str = "true"
     false: str = "false"
     null: str = "null"
     is_python: bool = False
+    has_json_objects: bool = False
+    marks: tuple[str, str] | None = None
+    is_own: bool = False
 
     def written(self, value: object) -> str:
-        """The text of a value of JSON that is no string."""
-        if value is None or isinstance(value, bool):
-            return self.null if value is None else self.true if value else self.false
-        return repr(value) if self.is_python else json.dumps(value, ensure_ascii=False)
+        """The text of a value of JSON."""
+        match value:
+            case str():
+                return value if self.marks is None else value.join(self.marks)
+            case None | bool():
+                return self.null if value is None else self.true if value else self.false
+            case list() if self.is_own:
+                return f"[{','.join(map(self.written, value))}]"
+            case dict() if self.is_own:
+                return f"{{{','.join(f'{key}:{self.written(each)}' for key, each in value.items())}}}"
+        is_json = self.has_json_objects and isinstance(value, dict)
+        return repr(value) if self.is_python and not is_json else json.dumps(value, ensure_ascii=False)
 
 
 JSON_SPELLING = Spelling()
@@ -48,8 +63,8 @@ class PairParts:
 
         opening KEY value VALUE closing
 
-    A string is written as it is, anything else in its `spelling`. `other_value` stands in the place of `value` before
-    what is no string, where the template tells them apart.
+    A value is written in the `spelling`. `other_value` stands in the place of `value` before what is no string, where
+    the template tells them apart there.
     """
 
     opening: str

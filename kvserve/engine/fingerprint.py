@@ -51,12 +51,15 @@ def model_fingerprint(files: Mapping[Path, bytes], libraries: Mapping[str, str])
     return digest.hexdigest()
 
 
-def kv_fingerprint(fingerprint: str, kv: KvSettings) -> str:
-    """A model's fingerprint together with what its KV depends on besides: rows of other settings are never mixed."""
+def kv_fingerprint(fingerprint: str, kv: KvSettings, cut_tokens: int = 1) -> str:
+    """A model's fingerprint together with what its KV depends on besides: rows of other settings are never mixed, nor
+    those that were cut at other places where that matters."""
     parts: tuple[str, ...] = ("off",)
     if kv.bits is not None:
         group_size = kv.group_size if kv.scheme == "uniform" else 0
         parts = (kv.scheme, str(kv.bits), str(group_size), str(kv.start))
+    if cut_tokens > 1:
+        parts = (*parts, f"cut at {cut_tokens}")
     digest = hashlib.sha256(FORMAT)
     _add(digest, fingerprint.encode(), *(part.encode() for part in parts))
     return digest.hexdigest()

@@ -3,9 +3,11 @@ and how a class that is not known here is read and filled.
 
 A row goes through the model in three passes. What has one more row for each token, and the same rows as before, can be
 cut; a leaf of an unknown class is then put together from its rows, goes on, and must hold what the row itself holds.
+The same tokens in one pass must lead to what these hold, else it depends on where a prefill is cut.
 It knows classes of mlx-lm, and of any other class its `state`; no model's name.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -28,16 +30,29 @@ none     what follows from the prompt (`RopeShift`), or nothing: it is not kept;
 TOKEN_AXIS = -2
 """Kept rows are (..., tokens, width)."""
 
-PASSES = (16, 11, 1)
+PASSES = (19, 11, 1)
 """Tokens of the three passes: MLX has another kernel for up to eight of them, and models may have a path of their own
-for one."""
+for one. The first is no multiple of anything: a class may hold rows in groups, and what is cut inside one is the hard
+case."""
+
+OTHER_CUT_TOKENS = 6
+"""The row is cut once more so many tokens earlier, if its first cut showed: a tie in a mixture of experts does not fall
+twice. So near that buffers have the same slots: arrays of other shapes are not compared."""
 
 MAX_PROBED_TOKENS = 1024
 """An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
 first pass is made longer than that. Above this limit a start would take too long, and such a leaf is kept whole."""
 
 MAX_ERROR = 1e-2
-"""How far arrays may be apart that were computed in other pieces, as a share of the largest value."""
+"""How far arrays may be apart that were computed in the same pieces, as a share of the largest value."""
+
+MAX_CUT_ERROR = 0.15
+"""The same of other pieces, in the first layer of its kind: rounding in bfloat16 is 0.01, a row that lacks what was
+before the cut 0.5 to 1."""
+
+
+SMALLEST = 1e-30
+"""In the place of nothing where it is divided by."""
 
 
 def leaf_kind(leaf: Any) -> LeafKind:
@@ -78,7 +93,12 @@ class StateForm:
         picked = [(entry, axis) for entry, axis in zip(entries, self.axes, strict=True) if axis is not None]
         if any(entry is None for entry, _ in picked):
             return ()
-        return tuple(mx.moveaxis(entry, axis, TOKEN_AXIS) for entry, axis in picked)
+        rows = tuple(mx.moveaxis(entry, axis, TOKEN_AXIS) for entry, axis in picked)
+        counts = {array.shape[TOKEN_AXIS] for array in rows}
+        counts |= {entry for entry, kept in zip(entries, _entries(self.template), strict=True) if kept is _COUNT}
+        if len(counts) > 1:
+            raise ValueError(f"A cache of {type(leaf).__name__} has {sorted(counts)} rows, not as it was at load.")
+        return rows
 
     def fill(self, leaf: Any, rows: KvArrays) -> None:
         """Give an empty leaf these rows."""
@@ -98,12 +118,17 @@ class StateForm:
 @dataclass(frozen=True, slots=True)
 class LeafForm:
     """One leaf: its kind, with `state_form` where it is cut by its state. `per_token` and `fixed` are the bytes that a
-    leaf of an unknown class takes."""
+    leaf of an unknown class takes, `cut_error` is how far what it holds moves with the place where a row is cut."""
 
     kind: LeafKind
     state_form: StateForm | None = None
     per_token: float = 0.0
     fixed: int = 0
+    cut_error: float = 0.0
+
+    @property
+    def depends_on_cuts(self) -> bool:
+        return not self.cut_error <= MAX_CUT_ERROR  # also for what is not a number
 
 
 def forms_by_class(new_caches: Callable[[], list[Any]]) -> tuple[LeafForm, ...]:
@@ -124,9 +149,10 @@ def find_forms(module: Callable[..., Any], new_caches: Callable[[], list[Any]]) 
     ]
     if any(forms) and finding(lambda: _prove(module, new_caches, row, forms)) is not None:
         forms = [None] * len(forms)
+    errors = _cut_errors(module, new_caches, row, fresh)
     return tuple(
-        LeafForm("cut" if form else kind, form, *_sizes(seen[0].state, seen[1].state, row.lengths))
-        for form, kind, seen in zip(forms, kinds, row.of_leaf, strict=True)
+        LeafForm("cut" if form else kind, form, *_sizes(seen[0].state, seen[1].state, row.lengths), error)
+        for form, kind, seen, error in zip(forms, kinds, row.of_leaf, errors, strict=True)
     )
 
 
@@ -152,10 +178,10 @@ class _Row:
         return cls(tokens, lengths, list(zip(*seen, strict=True)))
 
 
-def _run(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int]) -> mx.array:
-    logits: mx.array = module(mx.array([list(tokens)]), cache=caches)[0, -1]
-    mx.eval(logits, held_arrays(caches))
-    return logits
+def _run(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int]) -> None:
+    """One pass. Logits are not computed: those of a thousand tokens take hundreds of megabytes."""
+    module(mx.array([list(tokens)]), cache=caches)
+    mx.eval(held_arrays(caches))
 
 
 def _kind(seen: Sequence[Any], lengths: Sequence[int]) -> LeafKind:
@@ -168,7 +194,12 @@ def _kind(seen: Sequence[Any], lengths: Sequence[int]) -> LeafKind:
 
 
 def _state_form(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | None:
-    """How a leaf of which these are copies can be cut; None where it cannot."""
+    """How a leaf of which these are copies can be cut; None where it cannot, or its state is of no build known here."""
+    found = finding(lambda: _form_of_states(seen, lengths))
+    return None if isinstance(found, Exception) else found
+
+
+def _form_of_states(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | None:
     states = [list(_entries(leaf.state)) for leaf in seen]
     if len({len(entries) for entries in states}) != 1:
         return None
@@ -234,16 +265,65 @@ def _is_alike(ours: Any, theirs: Any) -> bool:
     return bool(mx.allclose(ours, theirs, rtol=0, atol=MAX_ERROR * largest))
 
 
+# --- where a row is cut ----------------------------------------------------------------------------------------------
+
+
+def _cut_errors(
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], row: _Row, fresh: Sequence[Any]
+) -> list[float]:
+    """How far what each leaf holds after two passes is from what it holds after one over the same tokens. Classes that
+    are known hold what they are given; of the others the first layer of each kind tells, as noise grows with depth."""
+    first: dict[tuple[type, frozenset[int]], int] = {}
+    for position, leaf in enumerate(fresh):
+        if not is_known(leaf):
+            first.setdefault((type(leaf), frozenset(lengths_named(leaf))), position)
+    errors = [0.0] * len(fresh)
+    if not first:
+        return errors
+    num_tokens = row.lengths[1]
+    whole = _Row.computed(module, new_caches, (num_tokens,))
+    for position in first.values():
+        errors[position] = _distance(whole.of_leaf[position][0].state, row.of_leaf[position][1].state)
+    if any(not error <= MAX_CUT_ERROR for error in errors):
+        start = row.lengths[0] - OTHER_CUT_TOKENS
+        other = _Row.computed(module, new_caches, (start, num_tokens - start))
+        for position in first.values():
+            again = _distance(whole.of_leaf[position][0].state, other.of_leaf[position][1].state)
+            errors[position] = min(errors[position], again)
+    return errors
+
+
+def _distance(ours: Any, theirs: Any) -> float:
+    """The largest difference between arrays of the same shapes, as a share of the largest value."""
+    pairs = zip(_entries(ours), _entries(theirs), strict=False)  # one may hold less of a group that is not full
+    return max((_largest_difference(*pair) for pair in pairs), default=0.0)
+
+
+def _largest_difference(ours: Any, theirs: Any) -> float:
+    if not isinstance(ours, mx.array) or not isinstance(theirs, mx.array) or ours.shape != theirs.shape:
+        return 0.0
+    if not ours.size or not mx.issubdtype(ours.dtype, mx.floating):
+        return 0.0
+    ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+    differences = mx.where(ours == theirs, 0, mx.abs(ours - theirs))  # of two infinities there is none
+    largest = mx.maximum(mx.where(mx.isfinite(theirs), mx.abs(theirs), 0).max(), SMALLEST)
+    ratio = float((differences.max() / largest).item())  # type: ignore[arg-type]
+    return ratio if ratio == ratio else math.inf
+
+
 # --- states ----------------------------------------------------------------------------------------------------------
 
 _COUNT = object()
 
 
 def _entries(state: Any) -> Iterator[Any]:
-    """What stands in a state, in order: lists and tuples taken apart."""
+    """What stands in a state, in order: lists, tuples and dicts taken apart."""
     if isinstance(state, list | tuple):
         for each in state:
             yield from _entries(each)
+    elif isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from _entries(state[key])
     else:
         yield state
 
@@ -252,6 +332,8 @@ def _mapped(state: Any, change: Callable[[Any], Any]) -> Any:
     """A state of the same build with each entry changed, in order."""
     if isinstance(state, list | tuple):
         return type(state)([_mapped(each, change) for each in state])
+    if isinstance(state, dict):
+        return {key: _mapped(state[key], change) for key in sorted(state, key=str)}
     return change(state)
 
 

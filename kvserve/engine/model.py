@@ -15,12 +15,12 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from kvserve.core import GenerationRequest, ImageSpan
-from kvserve.engine.borders import finding
+from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import arrays_in, flat_caches
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
-from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text
+from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
@@ -89,12 +89,16 @@ class CacheSupport:
     """What can be done with a model's caches: decode rows in one batch, keep their KV for other requests, prefill short
     rows in one padded pass.
 
+    `cut_tokens`: where that is more than 1, what a token gets depends on where a prefill is cut, and every prefill is
+    cut at its multiples, nowhere else: then a row from a checkpoint there is the row that is computed anew.
+
     `notes` tell a person what cannot be done and what it costs. `image_rule` is None where the model sees no images.
     """
 
     can_batch: bool = True
     can_keep: bool = True
     can_pad: bool = False
+    cut_tokens: int = 1
     notes: tuple[str, ...] = ()
     image_rule: ImageRule | None = None
 
@@ -105,7 +109,8 @@ class LoadedModel:
 
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
     `kv_notes` tell a person what of the KV is not quantised although it should be. `vision` is what a vision model sees
-    with, `vision_note` what a person should know of it. `leaf_forms` say how each leaf of a row's caches is kept.
+    with, `vision_note` what a person should know of it. `leaf_forms` say how each leaf of a row's caches is kept, as
+    classes say where they could not be looked at (`leaf_trouble`): then nothing is kept.
     """
 
     module: Module
@@ -121,6 +126,7 @@ class LoadedModel:
     vision: VisionSupport | None = None
     vision_note: str = ""
     leaf_forms: tuple[LeafForm, ...] | None = None
+    leaf_trouble: str = ""
 
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
@@ -176,9 +182,10 @@ def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a folder without a usable config, or of an architecture that neither mlx-lm nor mlx-vlm
-    knows."""
+    """Raise ModelLoadError for a folder without a usable config, with code of its own, or of an architecture that
+    neither mlx-lm nor mlx-vlm knows."""
     config = read_config(folder)
+    refuse_own_code(folder, config)
     if not is_for_mlx_lm(config) and not is_for_mlx_vlm(config):
         raise _explained(folder, config, ValueError("not supported"))
 
@@ -204,10 +211,11 @@ def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
 def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
     """Load weights and measure the model's sizes with short forward passes, also with quantised KV.
 
-    Raises ModelLoadError for a folder without config or weights, broken files, an unknown architecture, or one whose
-    KV cannot be quantised as the settings say.
+    Raises ModelLoadError for a folder without config or weights, broken files, code of its own, an unknown
+    architecture, or one whose KV cannot be quantised as the settings say.
     """
     config = read_config(folder)
+    refuse_own_code(folder, config)
     try:
         loaded = load_vision(folder, config) if is_vision(config) else VisionModel(*load_text(folder, config), None)
     except FileNotFoundError as error:
@@ -217,7 +225,11 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     except Exception as error:  # a broken file can raise anything from inside the libraries
         raise _explained(folder, config, error) from error
     module, config = loaded.decoder, loaded.config
-    vocab_size, caches, forms = _probe(folder, config, module)
+    vocab_size, caches = _probe(folder, config, module)
+    forms = finding(lambda: find_forms(module, lambda: make_prompt_cache(module)))
+    leaf_trouble = described(forms) if isinstance(forms, Exception) else ""
+    if isinstance(forms, Exception):  # its sizes are needed all the same
+        forms = forms_by_class(lambda: make_prompt_cache(module))
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
     sizes = _kv_size(caches, forms, support.caches if support else None, kv.start)
     context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
@@ -234,6 +246,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         vision=loaded.vision,
         vision_note=loaded.note,
         leaf_forms=forms,
+        leaf_trouble=leaf_trouble,
     )
 
 
@@ -259,18 +272,15 @@ def _explained(folder: Path, config: Mapping[str, Any], error: Exception) -> Mod
     )
 
 
-def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, list[Any], tuple[LeafForm, ...]]:
-    """Logits width, caches of a few tokens from a forward pass that also compiles kernels, and the leaves' forms."""
+def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, list[Any]]:
+    """Logits width, and caches of a few tokens from a forward pass that also compiles kernels."""
     caches = make_prompt_cache(module)
     try:
         logits = module(mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
     except Exception as error:
         raise _explained(folder, config, error) from error
-    forms = finding(lambda: find_forms(module, lambda: make_prompt_cache(module)))
-    if isinstance(forms, Exception):  # leaves that cannot even be copied: tried, and told, with the others
-        forms = forms_by_class(lambda: make_prompt_cache(module))
-    return logits.shape[-1], caches, forms
+    return logits.shape[-1], caches
 
 
 def _kv_size(

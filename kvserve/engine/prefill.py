@@ -110,7 +110,10 @@ class Prefill:
         """
         self.caches = model.ready(self.caches, self.num_done)
         reserve(self.caches, expected_tokens(self.row))
-        num_tokens = min(self.num_to_stop, chunk_length.within(max_seconds, self.num_last_tokens))
+        if (cut_tokens := model.cache_support.cut_tokens) > 1:  # others would compute it in these chunks too
+            num_tokens = min(self.num_to_stop, cut_tokens - self.num_done % cut_tokens)
+        else:
+            num_tokens = min(self.num_to_stop, chunk_length.within(max_seconds, self.num_last_tokens))
         if model.quantiser is not None:
             num_tokens = min(num_tokens, model.quantiser.longest_chunk(self.num_done))
         num_tokens = self._whole_images(model, num_tokens)

@@ -54,6 +54,7 @@ class PrefixCache:
         self._model = model
         self._max_bytes = max_bytes = memory.plan.kv_bytes
         self.needs_checkpoints = not self._layout.is_cuttable
+        self.cut_tokens = model.cache_support.cut_tokens
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
         self.has_lost_disk = False
@@ -137,6 +138,7 @@ class PrefixCache:
             num_usable_tokens=match.num_usable_tokens,
             num_matched_tokens=match.num_matched_tokens,
             needs_checkpoints=self.needs_checkpoints,
+            cut_tokens=self.cut_tokens,
         )
         if not self.needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
@@ -190,11 +192,15 @@ class PrefixCache:
     def extend(
         self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
-        """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image.
-        Whether the caches were given up for it, as may be where the row is over and only the `rest` of its batch has
-        them too; None: it continues."""
+        """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image, and
+        nothing of an answer where who reads it computes it in other pieces and that matters. Whether the caches were
+        given up for it, as may be where the row is over and only the `rest` of its batch has them too; None: it
+        continues."""
         sequence = TokenSequence(tuple(tokens), cache_lease.row.request.prompt.images)
         end = len(sequence)
+        is_as_read = self.cut_tokens == 1 or (not end % self.cut_tokens and end < len(cache_lease.row.request.prompt))
+        if not is_as_read:
+            return rest is not None and self.kv_moves.insert_prompt(cache_lease, sequence, caches, rest)
         if (image := image_around(sequence.images, end)) is not None:
             if self.needs_checkpoints or image.start <= cache_lease.lease.num_tokens:
                 return rest is not None and self.kv_moves.insert_prompt(cache_lease, sequence, caches, rest)

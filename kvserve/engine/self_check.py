@@ -8,7 +8,8 @@ alone, with given tokens; everything else must lead to their logits:
     pad     both rows' prompts in one padded pass, one of them with a beginning; then each by itself
 
 That takes 33 or 34 forward passes of at most 12 tokens, four more where rows can be padded, 29 more where KV is
-quantised; longer ones are needed for a class that is unknown (`MAX_PROBED_TOKENS`).
+quantised; longer ones are needed for a class that is unknown (`MAX_PROBED_TOKENS`). Where it has shown that a
+prefill's cuts matter (`LeafForm.depends_on_cuts`), all prefills are to be cut at the same places.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,10 @@ NUM_BEGUN_TOKENS = 1
 MAX_ERROR = 0.05
 """Root mean square difference of two vectors of logits, as a share of their spread. Rounding in bfloat16 stays far
 below it; a row that sees padding, or lacks one token, is above 0.15 in every family that was tried."""
+
+CUT_TOKENS = 256
+"""Where cuts matter a prefill is cut at the multiples of this: a first chunk, short enough for a large model beside
+streams, and long enough that the cuts are few."""
 
 NOISE_FACTOR = 4.0
 """A mixture of experts in 16 bits can be noisier: a tie of its router falls to the other side. Caches of known classes
@@ -84,7 +89,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
         trial = _Trial(model.module, model.new_caches, tokens, model.leaf_forms, allows_noise=not unknown)
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
-        no_copy = _trouble(trial.copies)
+        no_copy = model.leaf_trouble or _why_not_exact(model) or _trouble(trial.copies)
         is_plain = model.quantiser is None and model.vision is None and can_be_padded(model.new_caches())
         no_pad = _trouble(trial.padded) if is_plain and not no_batch else ""
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
@@ -94,18 +99,37 @@ def check_caches(model: LoadedModel) -> CacheSupport:
             f"QUANTIZED_KV_START={start} cannot be used with this model: a row that gets there is copied, and copies "
             f"of {names} lead to other text ({no_copy}). Set QUANTIZED_KV_START=0 or KV_BITS=OFF."
         )
-    notes = tuple(_notes(names, no_batch, no_copy, no_pad, is_copied=bool(unknown) and grows))
+    in_pieces = _of_cuts(model) if not no_copy else ""
+    notes = tuple(_notes(names, no_batch, no_copy, no_pad, in_pieces, is_copied=bool(unknown) and grows))
     can_pad = is_plain and not no_batch and not no_pad
-    return CacheSupport(can_batch=not no_batch, can_keep=not no_copy, can_pad=can_pad, notes=notes)
+    cut_tokens = CUT_TOKENS if in_pieces else 1
+    return CacheSupport(not no_batch, can_keep=not no_copy, can_pad=can_pad, cut_tokens=cut_tokens, notes=notes)
 
 
-def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, *, is_copied: bool) -> Iterator[str]:
+def _of_cuts(model: LoadedModel) -> str:
+    """The classes whose content depends on where a prefill is cut."""
+    leaves = zip(flat_caches(model.new_caches()), model.leaf_forms or (), strict=False)
+    return ", ".join(sorted({type(leaf).__name__ for leaf, form in leaves if form.depends_on_cuts}))
+
+
+def _why_not_exact(model: LoadedModel) -> str:
+    """Why nothing kept is what would be computed anew; empty where it may be: checkpoints have fixed places."""
+    is_cuttable = CacheLayout(model.new_caches, forms=model.leaf_forms).is_cuttable
+    return "what they hold depends on where a prefill is cut" if is_cuttable and _of_cuts(model) else ""
+
+
+def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, in_pieces: str, *, is_copied: bool) -> Iterator[str]:
     if no_batch:
         yield f"Several streams take turns and share the speed of one: {names} cannot be batched ({no_batch})."
     if no_copy:
         yield f"The prefix cache is off, all is computed anew: copies of {names} lead to other text ({no_copy})."
     if no_pad:
         yield f"Short prompts are prefilled one by one: rows that share a pass lead to other text ({no_pad})."
+    if in_pieces:
+        yield (
+            f"What {in_pieces} holds depends on where a prefill is cut. So every prompt is computed in chunks of "
+            f"{CUT_TOKENS} tokens, reuse begins between two of them, and answers are computed again in the next prompt."
+        )
     if is_copied and not no_copy:
         yield f"Prompts are reused from whole copies of {names} at checkpoints, each as large as the row's KV."
 
@@ -214,9 +238,10 @@ class _Trial:
         insert_scripted(generator, [row.prompt for row in rows], caches, scripts, 2)
 
     def _prefilled(self, prompt: list[int]) -> list[Any]:
-        """Caches of all tokens but the last."""
+        """Caches of all tokens but the last. Logits, which may take hundreds of megabytes, are not computed."""
         caches = self._new_caches()
-        self._step(caches, prompt[:-1])
+        self._module(mx.array([prompt[:-1]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
         return caches
 
     def _step(self, caches: list[Any], tokens: list[int]) -> mx.array:

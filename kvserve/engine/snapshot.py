@@ -82,6 +82,8 @@ class CacheLayout:
 
         Raises ValueError where the caches do not have these tokens in the form in which they are kept.
         """
+        if any(form.kind == "none" and getattr(leaf, "offset", 0) for leaf, form in self._with_forms(caches)):
+            raise ValueError("A cache that no pass wrote at load holds tokens.")
         cut = [(leaf, form) for leaf, form in self._with_forms(caches) if form.kind == "cut"]
         is_packed = any(isinstance(leaf, PackedCache) for leaf, _ in cut)
         border = None
@@ -90,7 +92,7 @@ class CacheLayout:
         if border is not None and start < end and (start < border if is_packed else border < end):
             raise ValueError(f"The tokens [{start}, {end}) are not kept as they are: quantised KV starts at {border}.")
         leaves = tuple(
-            tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf, form.state_form))
+            tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf, form.state_form, end))
             for leaf, form in cut
         )
         return _evaluated_slice(leaves, end - start, is_packed)
@@ -111,7 +113,7 @@ class CacheLayout:
         """
         cut = [position for position, form in enumerate(self._forms) if form.kind == "cut"]
         own, empty = flat_caches(caches), flat_caches(self._new_caches())
-        if not all(_kv_arrays(own[position], self._forms[position].state_form) for position in cut):
+        if not all(_kv_arrays(own[position], self._forms[position].state_form, 0) for position in cut):
             raise ValueError("These caches have given their KV away.")
         layers = []
         for position in cut:
@@ -239,10 +241,17 @@ def _evaluated_slice(leaves: tuple[KvArrays, ...], num_tokens: int, is_packed: b
     return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
 
 
-def _kv_arrays(leaf: Any, form: StateForm | None = None) -> KvArrays:
-    """The rows of a cut leaf; none where it is empty."""
-    if form is not None:
-        return form.rows(leaf)
+def _kv_arrays(leaf: Any, form: StateForm | None, num_wanted: int) -> KvArrays:
+    """The rows of a cut leaf; none where it is empty. Raises ValueError where it has fewer than are wanted: a slice
+    would be short, or of places that hold nothing yet, and nobody would see it."""
+    rows = form.rows(leaf) if form is not None else _plain_rows(leaf)
+    num_held = leaf.offset if form is None else rows[0].shape[TOKEN_AXIS] if rows else 0
+    if num_held < num_wanted:
+        raise ValueError(f"A cache of {type(leaf).__name__} holds {num_held} of {num_wanted} tokens.")
+    return rows
+
+
+def _plain_rows(leaf: Any) -> KvArrays:
     if isinstance(leaf, PackedCache):
         return leaf.rows
     return () if leaf.keys is None else (leaf.keys, leaf.values)
@@ -291,7 +300,7 @@ def _twin(leaf: Any) -> Any:
 def _parts_of(leaf: Any, form: StateForm | None, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
     """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`, but for
     leaves that have given theirs away."""
-    arrays = _kv_arrays(leaf, form)
+    arrays = _kv_arrays(leaf, form, borders[-1])
     parts = [tuple(mx.contiguous(array[..., start:end, :]) for array in arrays) for start, end in pairwise(borders)]
     mx.eval(parts, held_arrays(list(rest)))
     return parts

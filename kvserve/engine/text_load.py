@@ -51,17 +51,31 @@ def load_text(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, Any]
 def _load_with_mlx_vlm(folder: Path, config: Mapping[str, Any]) -> VlmDecoder:
     from mlx_vlm.utils import load_model as load_vlm
 
-    what = f"The model in {folder} ({config['model_type']})"
-    if "model_file" in config:
-        raise ModelLoadError(f"{what} brings code of its own (model_file), which is not run.")
     language = getattr(load_vlm(folder, lazy=True, trust_remote_code=False), "language_model", None)
     if language is None:
-        raise ModelLoadError(f"{what} writes no text: it has no language model.")
+        raise ModelLoadError(f"{_named(folder, config)} writes no text: it has no language model.")
     mx.eval(language.parameters())
-    decoder = vlm_decoder(language, CurrentPass())
+    return causal_decoder(folder, config, language, CurrentPass())
+
+
+def refuse_own_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for a model that brings code: mlx-vlm would run it, whatever it is told to trust."""
+    if config.get("model_file") is not None:
+        raise ModelLoadError(f"{_named(folder, config)} brings code of its own (model_file), which is not run.")
+
+
+def causal_decoder(folder: Path, config: Mapping[str, Any], language: Any, current: CurrentPass) -> VlmDecoder:
+    """The decoder of `vlm_decoder`. Raises ModelLoadError where it looks ahead."""
+    decoder = vlm_decoder(language, current)
     if looks_ahead(decoder):
-        raise ModelLoadError(f"{what} writes no text token by token: what it says of a token depends on later ones.")
+        raise ModelLoadError(
+            f"{_named(folder, config)} writes no text token by token: what it says of a token depends on later ones."
+        )
     return decoder
+
+
+def _named(folder: Path, config: Mapping[str, Any]) -> str:
+    return f"The model in {folder} ({config['model_type']})"
 
 
 def vlm_decoder(language: Any, current: CurrentPass) -> VlmDecoder:

@@ -128,13 +128,16 @@ class VisionDecoder(Module):
         self, inputs: mx.array, cache: list[Any] | None, context: VisionContext, embeddings: mx.array | None = None
     ) -> mx.array:
         """The same, with `embeddings` (batch, length, width) in place of those of the ids."""
-        kv = cache
-        if self.has_positions and cache is not None:
-            kv, shift = cache[:-1], cache[-1].array
-            if context.position_ids is None and shift is not None:
-                context = VisionContext(None, shift, context.deepstack, context.image_index)
+        if not self.has_positions or cache is None:
+            with self.current.showing(context):
+                return self._run(inputs, cache, embeddings)
+        kv, shift = cache[:-1], cache[-1].array
+        if context.position_ids is None and shift is not None:
+            context = VisionContext(None, shift, context.deepstack, context.image_index)
         with self.current.showing(context):
-            return self._run(inputs, kv, embeddings)
+            logits = self._run(inputs, kv, embeddings)
+        cache[:-1] = kv  # a model may put others in their places: mlx-vlm's Qwen 3.5 does where a batch has one row
+        return logits
 
     @property
     def layers(self) -> Any:

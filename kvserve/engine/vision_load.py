@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 
 from kvserve.engine.borders import finding
 from kvserve.engine.kv_buffers import arrays_in
-from kvserve.engine.text_load import is_for_mlx_lm, load_text, vlm_decoder
+from kvserve.engine.text_load import causal_decoder, is_for_mlx_lm, load_text
 from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDecoder, masks_with_images
 from kvserve.engine.vision_reader import ImageReader
 from kvserve.engine.vision_tower import Tower, embedding_scale
@@ -71,7 +71,7 @@ def load_vision(folder: Path, config: dict[str, Any]) -> VisionModel:
     has_positions = hasattr(seeing.language_model, "get_rope_index")
     if not is_for_mlx_lm(config) or (has_positions and rotary is None):
         mx.eval(seeing.parameters())
-        decoder = vlm_decoder(seeing.language_model, current)
+        decoder = causal_decoder(folder, config, seeing.language_model, current)
         return _with_vision(folder, config, seeing, decoder, instead=decoder)
     decoder, config = load_model(folder, lazy=False)
     seeing_decoder = VisionDecoder(decoder, current, has_positions=has_positions)

@@ -153,7 +153,14 @@ class WaitingForPrefix:
             for prefill in shared
         ]
         num_usable_tokens = self._cache.usable_tokens(tokens, partition)
-        wait = plan_wait(tokens, num_usable_tokens, flights, needs_checkpoints=self._cache.needs_checkpoints)
+        cache = self._cache
+        wait = plan_wait(
+            tokens,
+            num_usable_tokens,
+            flights,
+            needs_checkpoints=cache.needs_checkpoints,
+            cut_tokens=cache.cut_tokens,
+        )
         if wait is None:
             return None
         if wait.is_new_stop:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvserve.cache.checkpoints import Stop
+from kvserve.cache.checkpoints import Stop, last_cut
 from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described
@@ -284,6 +284,7 @@ class Warmer:
         active.end = min(len(task.warming.job.tokens), num_done + max(0, most))
         if (image := image_around(task.warming.job.tokens.images, active.end)) is not None:
             active.end = image.end
+        active.end = max(num_done, last_cut(active.end, self._cache.cut_tokens))
         if cache_lease.stop_at(active.end) is None:
             cache_lease.add_stop(Stop(active.end, "stride"))
         return Prefill(active.row, cache_lease, caches, num_done, images=images)
@@ -299,7 +300,7 @@ class Warmer:
         if active.row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
         is_kept = active.prefill is None or active.prefill.cache_lease.lease.num_tokens >= active.end
-        is_whole = active.end >= len(active.task.warming.job.tokens)
+        is_whole = active.end >= last_cut(len(active.task.warming.job.tokens), self._cache.cut_tokens)
         reason = ("" if is_whole else "budget") if is_kept else NO_ROOM
         self._end(active.task, "dropped" if reason else "done", reason)
 

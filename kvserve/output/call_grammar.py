@@ -1,7 +1,7 @@
 """Writes grammar rules for tool calls: for forced calls, and for calls that a model may write in its text.
 
-A call has the model's own form, or the JSON form, which is always read too, if the model's form is foreign and its
-grammar unknown. Arguments follow the tool's schema as far as the form can express it (`pair_grammar.py` writes those of
+A call has the model's own form, or the JSON form, which is always read too, if the grammar of the model's form is
+unknown. Arguments follow the tool's schema as far as the form can express it (`pair_grammar.py` writes those of
 the forms of keys and values).
 """
 
@@ -78,7 +78,7 @@ class CallGrammar:
 
     def in_text(self, tools: Sequence[OfferedTool]) -> str | None:
         """The start of a grammar for free text in which every call names an offered tool and a strict tool's call
-        follows its schema; None if the model's own call form is foreign."""
+        follows its schema; None if the grammar of the model's own form is unknown."""
         if self._is_foreign:
             return None
         row = self._row
@@ -180,7 +180,7 @@ class CallGrammar:
 
     @property
     def _is_foreign(self) -> bool:
-        return not self._is_harmony and self.output_format.tool_forms[0].name == "foreign"
+        return not self._is_harmony and not self.output_format.has_grammar
 
     @property
     def _own_form(self) -> str:

@@ -31,6 +31,9 @@ HARD = json.dumps(
 )
 """Arguments that every form must keep unchanged as JSON."""
 
+_REFUSES = "it refuses"
+"""A conversation that is tried, such as calls without results: what was found with another one tells more."""
+
 _TWO_WAYS = "it writes two calls in different ways"
 _TOOLS = tuple(replace(PROBE_TOOL, name=name) for name in NAMES)
 
@@ -94,7 +97,7 @@ class _Asker:
         tools = tool_dicts(self.prober.tools)
         text = template.render(messages, tools, add_generation_prompt=tail, arguments=arguments)
         if not isinstance(text, str):
-            raise Unlike(f"it refuses: {text.reason}")
+            raise Unlike(f"{_REFUSES}: {text.reason}")
         return text
 
 
@@ -125,7 +128,7 @@ def find_call_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | No
             return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
         except Unlike as unlike:
             reasons.append(str(unlike))
-    return NoRow(reasons[0])
+    return NoRow(next((reason for reason in reasons if not reason.startswith(_REFUSES)), reasons[0]))
 
 
 def _why_no_calls(prober: Prober, form: WireForm) -> str:

@@ -110,5 +110,4 @@ def _arguments(row: CallRow, call: ToolCallBlock) -> str:
 
 
 def _pair(pairs: PairParts, key: str, value: object) -> str:
-    said = value if isinstance(value, str) else pairs.spelling.written(value)
-    return f"{pairs.opening}{key}{pairs.lead_of(value)}{said}{pairs.closing}"
+    return f"{pairs.opening}{key}{pairs.lead_of(value)}{pairs.spelling.written(value)}{pairs.closing}"

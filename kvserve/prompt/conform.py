@@ -16,10 +16,12 @@ from kvserve.prompt.compiled import MessageDict
 from kvserve.prompt.control import ControlTokens
 from kvserve.prompt.guarding import guarded_steps
 from kvserve.prompt.memo import Memo
+from kvserve.prompt.preambles import with_words_joined
 from kvserve.prompt.steps import (
     ROLES,
     DescribeTools,
     Kind,
+    Preamble,
     PromptStep,
     Speaker,
     WireForm,
@@ -59,6 +61,13 @@ class Dialect:
         places, kinds = {place for place, _ in self.order}, {kind for _, kind in self.order}
         found = {(place, kind): self._bridge(place, kind) for place in places for kind in kinds}
         return {refused: bridge for refused, bridge in found.items() if bridge}
+
+    @cached_property
+    def preamble(self) -> Preamble | None:
+        """The form of words before a call in a running loop; None where a filler could end it and so hide them."""
+        if self.form.preamble is None or not self.calls:
+            return None
+        return None if any("assistant" in bridge for bridge in self.bridges.values()) else self.form.preamble
 
     def _bridge(self, start: Place, kind: Kind) -> tuple[Kind, ...]:
         rows: deque[tuple[Place, tuple[Kind, ...]]] = deque([(start, ())])
@@ -112,6 +121,7 @@ def conform(
     for step in steps:
         if step.own:
             placing.note("tools described where they change", step.index)
+    steps = with_words_joined(steps) if dialect.preamble is not None else steps
     if control is not None:
         steps = list(guarded_steps(steps, dialect.form, control))
     if described and known is None:
@@ -120,8 +130,9 @@ def conform(
     num_given = len(steps)
     while steps and _says_nothing(steps[-1], dialect):
         steps.pop()
-    for step in steps:
-        for lowered in placing.lowered(placing.with_name(step)):
+    answered = max((number for number, step in enumerate(steps) if step.kind == "assistant"), default=-1)
+    for number, step in enumerate(steps):
+        for lowered in placing.lowered(placing.with_name(step), is_running=number > answered):
             placing.place(lowered)
     ends_with_answer = bool(steps) and steps[-1].kind == "assistant"
     if memory is not None and messages and steps and len(steps) == num_given and not ends_with_answer:
@@ -171,12 +182,16 @@ class ConformMemo:
         self._known.clear()
 
     def find(self, messages: Sequence[Message], call_ids: Mapping[str, str], described: str) -> _PlacedTalk | None:
-        """The longest known beginning whose calls are written with these ids."""
+        """The longest known beginning whose calls are written with these ids; none with words as they are said in a
+        running loop if that was answered since."""
+        is_answered = False
         for index in range(len(messages) - 1, -1, -1):
             known = self._known.get((index, id(messages[index]), described))
             if known is None or known.messages != tuple(messages[: index + 1]):
                 continue
-            if known.placing.wrote_with(call_ids):
+            in_loop = known.placing.speaks_in_loop
+            is_answered = is_answered or (in_loop and any(map(_has_answer, messages[index + 1 :])))
+            if known.placing.wrote_with(call_ids) and not (in_loop and is_answered):
                 return known
         return None
 
@@ -185,6 +200,12 @@ class ConformMemo:
         num_bytes = _BYTES_PER_PLACED * len(messages) + sum(map(_num_bytes, new))
         key = (len(messages) - 1, id(messages[-1]), described)
         self._known.put(key, _PlacedTalk(tuple(messages), placing.copy()), num_bytes + len(described))
+
+
+def _has_answer(message: Message) -> bool:
+    """Whether it is an answer, or holds one."""
+    steps = with_words_joined(list(steps_of(message, 0, AS_JSON))) if message.role == "assistant" else []
+    return any(step.kind == "assistant" for step in steps)
 
 
 _BYTES_PER_PLACED = 128
@@ -212,6 +233,7 @@ class _Placing:
         self._pending: list[str] = []
         self._changes: dict[str, list[int]] = {}
         self._speaker: Speaker = "nobody"
+        self.speaks_in_loop = False
 
     def copy(self) -> "_Placing":
         """An independent copy of this state."""
@@ -220,6 +242,7 @@ class _Placing:
         twin._names, twin._numbers = dict(self._names), dict(self._numbers)
         twin._changes = {change: list(indices) for change, indices in self._changes.items()}
         twin._num_calls, twin._speaker, twin.call_ids = self._num_calls, self._speaker, self.call_ids
+        twin.speaks_in_loop = self.speaks_in_loop
         return twin
 
     def wrote_with(self, call_ids: Mapping[str, str]) -> bool:
@@ -246,8 +269,9 @@ class _Placing:
         self.note("name put before the text", step.index)
         return replace(step, text=named(step.text, step.name))
 
-    def lowered(self, step: PromptStep) -> Iterator[PromptStep]:
-        """One assistant's step as steps that the template writes without losing a part."""
+    def lowered(self, step: PromptStep, *, is_running: bool) -> Iterator[PromptStep]:
+        """One assistant's step as steps that the template writes without losing a part; `is_running`: no answer follows
+        it."""
         if step.kind != "calls":
             yield step
             return
@@ -258,7 +282,12 @@ class _Placing:
             yield replace(step, kind="assistant", text=text, calls=())
             return
         mixed = bool(step.reasoning and step.text) and not self._dialect.reasoning_with_text_and_calls
-        if step.text and (mixed or not self._dialect.text_with_calls):
+        preamble = self._dialect.preamble
+        if step.text and preamble is not None and is_running:
+            self.note("text before tool calls put behind their thinking", step.index)
+            step = replace(step, text="", reasoning=preamble.behind(step.reasoning, step.text))
+            self.speaks_in_loop = True
+        elif step.text and (mixed or not self._dialect.text_with_calls):
             self.note("text before tool calls put into a message of its own", step.index)
             yield replace(step, kind="assistant", reasoning="", calls=())
             # The reasoning stays with the calls: beside a plain text many templates drop it.

@@ -6,6 +6,7 @@ It knows texts in which distinct names, keys and values stand, neither templates
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvserve.core import CallRow, JsonObject, PairParts, Spelling, ToolSpec
 
@@ -13,7 +14,8 @@ KEYS, VALUES = ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
 NUMBER = 902173
 _BEGUN_TAG = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
 _WORD = re.compile(r"\S+")
-_OBJECT = {"zqlist": [True, None, "zq"]}
+_LIST = [True, None, "zq"]
+_OBJECT = {"zqlist": _LIST}
 
 
 class Unlike(Exception):
@@ -33,10 +35,25 @@ def find_pairs(write: Callable[[JsonObject], str], name: str) -> PairParts:
     between = next_key[len(closing) : len(next_key) - len(opening)]
     if not value.strip() or not closing.strip():
         raise Unlike("nothing stands on either side of an argument's value")
-    other_value = _other_value(write({KEYS[0]: NUMBER}).partition(name)[2], before_first, behind)
-    head = f"{before_first}{KEYS[0]}{other_value}"
+    head, number = f"{before_first}{KEYS[0]}", write({KEYS[0]: NUMBER}).partition(name)[2]
+    found = _marks(number, head, behind, value)
+    if found is not None and closing.startswith(found[1]) and between.strip():
+        lead, tail = value.removesuffix(found[0]), behind.removeprefix(found[1])
+        spelling = _spelling(lambda said: _between(write({KEYS[0]: said}).partition(name)[2], head + lead, tail), found)
+        return PairParts(opening, lead, closing.removeprefix(found[1]), between, None, spelling)
+    other_value = _other_value(number, before_first, behind)
+    head += other_value
     spelling = _spelling(lambda said: _between(write({KEYS[0]: said}).partition(name)[2], head, behind))
     return PairParts(opening, value, closing, between, None if other_value == value else other_value, spelling)
+
+
+def _marks(text: str, head: str, behind: str, value: str) -> tuple[str, str] | None:
+    """The marks around a string, of which a number has neither; None without both."""
+    lead, found, tail = text.removeprefix(head).partition(str(NUMBER))
+    if not (found and text.startswith(head) and value.startswith(lead) and behind.endswith(tail)):
+        return None
+    opening, closing = value[len(lead) :], behind[: len(behind) - len(tail)]
+    return (opening, closing) if opening and closing and lead.strip() else None
 
 
 def _gaps(text: str, name: str) -> tuple[str, str, str, str]:
@@ -76,12 +93,20 @@ def _between(text: str, head: str, tail: str) -> str | None:
     return text[len(head) : len(text) - len(tail)] if is_made else None
 
 
-def _spelling(write: Callable[[object], str | None]) -> Spelling:
-    """How values are written that are no strings; that all of them are is proved later. Raises Unlike."""
+def _spelling(write: Callable[[object], str | None], marks: tuple[str, str] | None = None) -> Spelling:
+    """How values are written; that all of them are is proved later. `marks` stand around strings. Raises Unlike."""
     true, false, null = words = [word or "" for word in map(write, (True, False, None))]
     if len(set(words)) < len(words) or not all(map(str.isalpha, words)):
         raise Unlike("it has no words for true, false and null")
-    return Spelling(true, false, null, is_python=write(_OBJECT) == repr(_OBJECT))
+    shown = write(_OBJECT)
+    spelling = Spelling(true, false, null, is_python=shown == repr(_OBJECT))
+    if marks is None:
+        return spelling
+    own = replace(spelling, marks=marks, is_own=True)
+    if shown == own.written(_OBJECT):
+        return own
+    is_python = spelling.is_python or write(_LIST) == repr(_LIST)
+    return replace(spelling, is_python=is_python, has_json_objects=is_python and not spelling.is_python, marks=marks)
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -101,9 +126,9 @@ def behind_pairs(text: str, position: int, pairs: PairParts, arguments: Mapping[
 
 
 def _behind_value(text: str, position: int, value: object, spelling: Spelling) -> int | None:
-    is_word = value is None or isinstance(value, bool)
-    if isinstance(value, str) or is_word or spelling.is_python:
-        said = value if isinstance(value, str) else spelling.written(value)
+    is_shown = spelling.is_own or (spelling.is_python and not (spelling.has_json_objects and isinstance(value, dict)))
+    if value is None or isinstance(value, str | bool) or is_shown:
+        said = spelling.written(value)
         return position + len(said) if text.startswith(said, position) else None
     try:
         found, end = json.JSONDecoder().raw_decode(text, position)
@@ -115,7 +140,7 @@ def _behind_value(text: str, position: int, value: object, spelling: Spelling) -
 def hard_pairs(row: CallRow) -> JsonObject:
     """Arguments that every form of pairs must keep unchanged: what looks like JSON, or like a part of the form."""
     assert row.pairs is not None, "only such rows are asked"
-    said = [row.pairs.opening, row.pairs.value, row.pairs.closing]
+    said = [row.pairs.opening, row.pairs.value, row.pairs.closing, *(row.pairs.spelling.marks or ())]
     said += [part for parts in (row.opening, row.between or (), row.closing) for part in parts if isinstance(part, str)]
     words = list(dict.fromkeys(word for text in said for word in _WORD.findall(text)))
     spelt = [row.pairs.spelling.written(value) for value in (True, False, None)]
@@ -125,10 +150,11 @@ def hard_pairs(row: CallRow) -> JsonObject:
         '{"zq": 1}', "[]", '"zq"', "{'zq': True}",
     ]  # fmt: skip
     others = [
-        {"zqlist": [1, 2.5, -3, True, False, None, {}, [], "", *words], "": {"zq": '{"\n'}}, [], [[], {}], {}, 0, 12,
+        {"": {"zq": '{"\n'}, "zqlist": [1, 2.5, -3, True, False, None, {}, [], "", *words]}, [], [[], {}], {}, 0, 12,
         -3, 2.5, 1e21, True, False, None,
     ]  # fmt: skip
-    return {f"zqkey{index}": value for index, value in enumerate([*texts, *others])}
+    # some write keys in their alphabetical order
+    return {f"zqkey{index:03}": value for index, value in enumerate([*texts, *others])}
 
 
 def typed_tools(names: Sequence[str], arguments: JsonObject) -> tuple[ToolSpec, ...]:

@@ -11,6 +11,7 @@ from kvserve.core import ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.conform import Dialect, Place
 from kvserve.prompt.control import Sample
+from kvserve.prompt.preambles import with_preamble
 from kvserve.prompt.steps import (
     INLINE,
     ROLES,
@@ -60,6 +61,7 @@ LEADS: Mapping[Place, tuple[Kind, ...]] = {
     ("assistant", "later_system"): ("user", "assistant", "later_system"),
     ("assistant", "orphan"): ("user", "assistant", "orphan"),
 }
+TWO_CALLS: tuple[Kind, ...] = ("user", "calls", "result", "calls", "result")
 NEXT_KINDS: tuple[Kind, ...] = ("system", "later_system", "user", "assistant", "calls", "result", "orphan")
 
 
@@ -150,12 +152,11 @@ def probe(prober: Prober) -> Dialect | None:
         if not prober.shows(talk(["user"]), form):
             return None
     form = replace(form, empty_text=dict(_empty_texts(prober, form)), named_roles=frozenset(_named_roles(prober, form)))
-    form = replace(form, describes_every_tool=_describes_every_tool(prober, form))
-    dialect = _probe_calls(prober, form)
+    dialect = _probe_calls(prober, replace(form, describes_every_tool=_describes_every_tool(prober, form)))
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
     form = replace(form, joints=dict(_joints(prober, dialect)), cuts_inline=frozenset(_cuts_inline(prober, dialect)))
-    dialect = replace(dialect, form=form)
+    dialect = replace(dialect, form=with_preamble(form, prober.render, talk(TWO_CALLS)))
     dialect = _probe_call_shapes(prober, dialect) if dialect.calls else dialect
     return replace(dialect, order=frozenset(_order(prober, dialect)))
 

@@ -102,6 +102,22 @@ THINKING_PART = "thinking part"
 
 
 @dataclass(frozen=True, slots=True)
+class Preamble:
+    """Words before a call as a message of their own behind the thinking: `end` ends that, `header` begins the words.
+
+    The template takes all of it for thinking; `unthought` is what it writes before the words where there is none.
+    """
+
+    end: str
+    header: str
+    unthought: str
+
+    def behind(self, reasoning: str, words: str) -> str:
+        """The thinking for the template."""
+        return f"{reasoning}{self.end}{self.header}{words}"
+
+
+@dataclass(frozen=True, slots=True)
 class WireForm:
     """How one template wants message dicts.
 
@@ -112,7 +128,7 @@ class WireForm:
     `describes_every_tool`: the template fails for a tool without a description. `joints` is what it writes between two
     texts of a message, per role; texts of other roles get a line each. `cuts_inline`: for these kinds, behind a result
     or not, the template cuts inline reasoning off as soon as something follows. `think_tags` are those of reasoning in
-    a text.
+    a text. `preamble` is for words before a call until an answer follows, for which the template forgets thinking.
     """
 
     content_as_list: bool = False
@@ -129,6 +145,7 @@ class WireForm:
     joints: Mapping[str, str] = field(default_factory=dict)
     cuts_inline: frozenset[tuple[Kind, bool]] = frozenset()
     think_tags: ThinkTags = THINK_TAGS
+    preamble: Preamble | None = None
 
 
 def steps_of(

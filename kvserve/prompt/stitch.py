@@ -15,11 +15,20 @@ from kvserve.core import ImageSpan, MessageStart, Written
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
+from kvserve.prompt.headless import Headless, Spoken, find_headless
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import ThinkTags
 from kvserve.prompt.template import ChatTemplate, PromptText
-from kvserve.prompt.token_replay import MessageParts, ReadsMessages, ReplayPlaces, Unit, behind_header, find_units
+from kvserve.prompt.token_replay import (
+    MessageParts,
+    ReadsMessages,
+    RememberingReader,
+    ReplayPlaces,
+    Unit,
+    behind_header,
+    find_units,
+)
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
@@ -28,6 +37,7 @@ MEMO_BYTES = 128 * 2**20
 _BYTES_PER_TOKEN = 8
 """Equal ids share one int object, which makes copying a long prompt fast."""
 _WORD = "said"
+_MAX_END_PIECES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +68,24 @@ class _PieceTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Emitted:
-    """A turn that the model wrote: its decoded text, its content (None: it cannot be replayed), its ids."""
+    """A turn that the model wrote: its text with the prompt's `tail` before it, its content (None: it cannot be
+    replayed), its ids."""
 
     written: Written
     text: str
+    tail: str
     said: MessageParts | None
     tokens: _PieceTokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """`emitted` replaces the pieces from its own up to `stop`; `closing` follows it."""
+    """`emitted` replaces the pieces from its own up to `stop`; `lead` stands before it, `closing` follows it."""
 
     stop: int
     emitted: _Emitted
     closing: str = ""
+    lead: str = ""
 
 
 class Stitcher:
@@ -114,6 +127,11 @@ class Stitcher:
         """Forget earlier prompts."""
         for memo in (self._known, self._said, self._emitted):
             memo.clear()
+
+    @property
+    def layout(self) -> TurnLayout:
+        """The template's layout of a turn, as far as it is used."""
+        return self._layout
 
     @property
     def turn_end(self) -> int | None:
@@ -170,15 +188,16 @@ class Stitcher:
             stop = index + 1 if replay is None else replay.stop
             if index <= tail < stop:
                 num_rows_before_tail = len(rows)
-            if replay is not None:
-                rows.append(replay.emitted.tokens)
-            text = "".join(pieces[index]) if replay is None else replay.closing
-            if text:
-                tokens = self._known.get(text)
-                if tokens is None:
-                    tokens = self._tokenised(text, runs)
-                    num_new_chars += len(text)
-                rows.append(tokens)
+            texts = ["".join(pieces[index])] if replay is None else [replay.lead, replay.closing]
+            for place, text in enumerate(texts):
+                if replay is not None and place:
+                    rows.append(replay.emitted.tokens)
+                if text:
+                    tokens = self._known.get(text)
+                    if tokens is None:
+                        tokens = self._tokenised(text, runs)
+                        num_new_chars += len(text)
+                    rows.append(tokens)
             index = stop
         ids = _ids(rows)
         starts = tuple(_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
@@ -211,13 +230,21 @@ class Stitcher:
         replays: dict[int, _Replay] = {}
         if not units or not any(writings):
             return replays
-        places = ReplayPlaces.of(units, len(writings), _Remembering(says, self._said))
-        unit = 0
+        reader = RememberingReader(says, self._said)
+        places = ReplayPlaces.of(units, len(writings), reader)
+        unit = done = 0
         for message, written in enumerate(writings):
             emitted = self._read(written, says) if written is not None else None
             if emitted is None or emitted.said is None:
                 continue
             span = places.find(message, emitted.said, unit)
+            is_next = span is not None and span.start == unit
+            found = None if is_next else self._headless(units, unit, emitted, reader, continues=continues)
+            if found is not None and (span is None or found.unit < span.start):
+                piece = units[found.unit].index
+                replays[piece] = _Replay(piece + 1, emitted, lead=found.lead)
+                unit, done = found.unit + 1, piece + 1
+                continue
             if span is None:
                 continue
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
@@ -231,9 +258,35 @@ class Stitcher:
             closing = _closing(emitted, units[span.stop - 1], says, self._layout.reasoning_tags)
             if closing is None:
                 continue
-            replays[start] = _Replay(stop, emitted, closing)
-            unit = span.stop
+            first, lead = self._before(pieces, start, done)
+            replays[first] = _Replay(stop, emitted, closing, lead)
+            unit, done = span.stop, stop
         return replays
+
+    def _before(self, pieces: Sequence[Piece], start: int, done: int) -> tuple[int, str]:
+        """The piece from which on other text stands before the answer at `start` than history has, and that text: how a
+        prompt ends a result behind which nothing stands."""
+        num_pieces = min(start - done, _MAX_END_PIECES if self._layout.result_ends else 0)
+        for first in range(start - 1, start - num_pieces - 1, -1):
+            before = _text(pieces[first:start])
+            for ended, kept in self._layout.result_ends:
+                if before.endswith(kept):
+                    return first, before.removesuffix(kept) + ended
+        return start, ""
+
+    def _headless(
+        self, units: Sequence[Unit], at_or_after: int, emitted: _Emitted, says: RememberingReader, *, continues: bool
+    ) -> Headless | None:
+        """Where the answer stands behind a result with which it is one piece, but for one that is to be continued."""
+        if not self._layout.result_tails or emitted.written.opens_reasoning:
+            return None
+        answer = emitted.text.removeprefix(emitted.tail)
+        spoken = Spoken(emitted.tail, answer, says(answer))
+        found = find_headless(units, at_or_after, spoken, self._layout, says)
+        if found is None or (continues and found.unit == len(units) - 1):
+            return None
+        unit = replace(units[found.unit], text=found.text)
+        return found if _names_alike(replace(emitted, said=spoken.said), [unit], says) else None
 
     def _read(self, written: Written, says: ReadsMessages) -> _Emitted:
         """The content of a turn's emitted ids, remembered by the object's identity; the object is kept."""
@@ -247,7 +300,8 @@ class Stitcher:
         said = None
         if behind is not None and self._ends_in_words(ids):
             said = says(behind.removeprefix(self._closed_thinking(written, says)))
-        emitted = _Emitted(written, text, said, self._with_starts(ids))
+        tail = self._tokenizer.decode(written.prefix_ids)
+        emitted = _Emitted(written, text, tail, said, self._with_starts(ids))
         self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
         return emitted
 
@@ -270,29 +324,6 @@ class Stitcher:
         token, text = self._tokenizer.decode(ids[last : last + 1]), self._tokenizer.decode(ids[last:])
         said = text.removeprefix(token) if token in self._layout.ends else behind_header(text, self._layout)
         return said is not None and bool(said.strip())
-
-
-@dataclass(frozen=True, slots=True)
-class _Remembering:
-    """A reader that remembers each text's content."""
-
-    says: ReadsMessages
-    memo: Memo[MessageParts]
-
-    @property
-    def key(self) -> object:
-        return self.says.key
-
-    def __call__(self, text: str) -> MessageParts:
-        key = (self.says.key, text)
-        said = self.memo.get(key)
-        if said is None:
-            said = self.says(shown(text))
-            self.memo.put(key, said, 3 * len(text) + 256)
-        return said
-
-    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
-        return self.says.ids(text, said)
 
 
 def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: ReadsMessages) -> bool:

@@ -8,7 +8,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvserve.prompt.control import shown
 from kvserve.prompt.cuts import Piece
+from kvserve.prompt.memo import Memo
 from kvserve.prompt.turn_layout import TurnLayout
 
 type MessageParts = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -31,6 +33,29 @@ class ReadsMessages(Protocol):
     def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
         """The ids in such a text of its calls; "" for a call without one."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RememberingReader:
+    """A reader that remembers each text's content."""
+
+    says: ReadsMessages
+    memo: Memo[MessageParts]
+
+    @property
+    def key(self) -> object:
+        return self.says.key
+
+    def __call__(self, text: str) -> MessageParts:
+        key = (self.says.key, text)
+        said = self.memo.get(key)
+        if said is None:
+            said = self.says(shown(text))
+            self.memo.put(key, said, 3 * len(text) + 256)
+        return said
+
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
+        return self.says.ids(text, said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +85,7 @@ def behind_header(text: str, layout: TurnLayout) -> str | None:
     for header in layout.headers:
         if text.startswith(header):
             return text[len(header) :]
-    return text if layout.header and text.startswith(tuple(layout.ends)) else None
+    return text if layout.header and text.startswith((*layout.ends, *layout.joined)) else None
 
 
 def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
@@ -73,6 +98,9 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
                 units.append(Unit(index, run, token + body))
             continue
         header = _header(token, body, layout, is_last=index == len(pieces) - 1)
+        if header is None and in_run and token in layout.joined and body and not body.isspace():
+            units.append(Unit(index, run, token + body))
+            continue
         if header is not None:
             run += not in_run
             units.append(Unit(index, run, body[len(header) - len(token) :], header))

@@ -3,7 +3,7 @@
 The layout decides only where emitted ids may replace a rendered turn; without one they never do.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -17,7 +17,8 @@ from kvserve.prompt.writing import REASONING_TAGS
 
 _ANSWER = "Green stone"
 _LATER = "Violet moon"
-_PROBE = (("user", "Amber lake"), ("assistant", _ANSWER), ("user", _LATER))
+_QUESTION_WORDS = "Amber lake"
+_PROBE = (("user", _QUESTION_WORDS), ("assistant", _ANSWER), ("user", _LATER))
 _CALLS = tuple(ToolCallBlock(f"kwcall00{n}", PROBE_TOOL.name, '{"kwparameter": "quartz"}') for n in (1, 2))
 _RESULT_WORDS = ("Basalt one", "Marble two")
 _RESULTS = tuple(
@@ -38,6 +39,11 @@ class TurnLayout:
     token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
     `others` behind it is no answer. `tails` are what a prompt's end has behind the header and
     an answer in history has not. `reasoning_tags` may open thinking there.
+
+    A result and the answer to it may be one piece, behind the token that ended the call's turn: one of `ends`, or of
+    `joined`, which are openers elsewhere. `result_tails` are what stands there between the two: at a prompt's end, and
+    in history, which has other words there. `result_ends` are the same before a header: how a result ends behind which
+    nothing stands, and behind which something does.
     """
 
     openers: frozenset[str]
@@ -48,6 +54,9 @@ class TurnLayout:
     result_end: str = ""
     others: frozenset[str] = frozenset()
     tails: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
+    result_tails: tuple[tuple[str, str], ...] = ()
+    result_ends: tuple[tuple[str, str], ...] = ()
     reasoning_tags: tuple[ThinkTags, ...] = REASONING_TAGS
 
     @property
@@ -84,32 +93,80 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     layout = TurnLayout(
         openers, ends, header, end, tails=frozenset(tails) - {kept}, reasoning_tags=template.reasoning_tags
     )
-    return _with_result_header(template, layout, added.values())
+    return _with_results(template, layout, added.values())
 
 
-def _with_result_header(template: ChatTemplate, layout: TurnLayout, added: Collection[str]) -> TurnLayout:
-    """The layout with the header of an answer to a tool's result, if a loop of calls shows that it has another one."""
-    asked = (Message("user", (TextBlock("Amber lake"),)), Message("assistant", _CALLS), *_RESULTS)
-    first, last = _RESULT_WORDS
+def _with_results(template: ChatTemplate, layout: TurnLayout, added: Collection[str]) -> TurnLayout:
+    """The layout with what an answer to a tool's result begins with, if a loop of calls shows that it has no header."""
+    asked = (Message("user", (TextBlock(_QUESTION_WORDS),)), Message("assistant", _CALLS), *_RESULTS)
     said = (*asked, Message("assistant", (TextBlock(_ANSWER),)), Message("user", (TextBlock(_LATER),)))
-    text, tails = _loop(template, said, thinking=False), [_loop(template, asked, thinking=on) for on in (False, True)]
-    before = text.partition(last)[0]
-    if max(layout.openers | layout.ends, key=before.rfind) in layout.ends:
-        return layout  # the result and its answer are one piece, which is read whole
+    text, last = _loop(template, said, thinking=False), _RESULT_WORDS[-1]
+    before, gap = text.partition(last)[0], _between(text, last, _ANSWER)
+    token = max(layout.openers | layout.ends, key=before.rfind)
+    # the result and its answer are one piece, which is read whole
+    if token in layout.ends:
+        return replace(layout, result_tails=tuple(dict.fromkeys(_result_tails(template, asked, said))))
+    if layout.header in gap:
+        return replace(layout, result_ends=tuple(dict.fromkeys(_result_ends(template, layout, asked, gap, text))))
+    if not gap:
+        return layout
+    with_header = _with_result_header(template, layout, added, text, asked)
+    if with_header is None and token == layout.end:
+        tails = tuple(dict.fromkeys(_result_tails(template, asked, said)))
+        return replace(layout, joined=frozenset({token}), result_tails=tails)
+    return with_header or layout
+
+
+def _with_result_header(
+    template: ChatTemplate, layout: TurnLayout, added: Collection[str], text: str, asked: tuple[Message, ...]
+) -> TurnLayout | None:
+    """The layout with the token that ends a result as the header of its answer; None where no token tells the two
+    apart. `text` is a loop, `asked` its messages before the answer."""
+    first, last = _RESULT_WORDS
+    tails = [_loop(template, asked, thinking=on) for on in (False, True)]
     gap = _between(text, last, _ANSWER)
     start = max((gap.rfind(token) for token in added), default=-1)
-    if start < 0 or layout.header in gap:
-        return layout
+    if start < 0:
+        return None
     header = gap[start:]
     if not all(_from_words(tail, last).startswith(gap) for tail in tails):
-        return layout
+        return None
     token = _first_token(header, added) or ""
     _, is_ended_alone, following = _between(text, first, last).partition(header)
     other = _first_token(following.lstrip(), added)
     if is_ended_alone and other is None:  # a second result cannot be told from an answer
-        return layout
+        return None
     others = frozenset({other} if other is not None else ())
     return replace(layout, result_header=header, result_end=token, others=others)
+
+
+def _result_ends(
+    template: ChatTemplate, layout: TurnLayout, asked: tuple[Message, ...], gap: str, text: str
+) -> Iterator[tuple[str, str]]:
+    """How a result ends at a prompt's end and in history (`gap` behind it, in the loop `text`), mode by mode, where
+    these differ; nothing where a question may end as history's result does, with a client's words before the same."""
+    kept = gap.partition(layout.header)[0]
+    question = _between(text, _QUESTION_WORDS, layout.header)
+    for thinking in (False, True):
+        ended, is_headed, _ = _from_words(_loop(template, asked, thinking=thinking), _RESULT_WORDS[-1]).partition(
+            layout.header
+        )
+        may_be_question = kept.endswith(question) or question.endswith(kept)
+        if is_headed and ended != kept and kept.strip() and not may_be_question:
+            yield ended, kept
+
+
+def _result_tails(
+    template: ChatTemplate, asked: tuple[Message, ...], said: tuple[Message, ...]
+) -> Iterator[tuple[str, str]]:
+    """What stands behind the last result at a prompt's end and in history, mode by mode, where neither opens thinking
+    and history has something."""
+    for thinking in (False, True):
+        prompt = template.write(asked, (PROBE_TOOL,), thinking=thinking)
+        tail = _from_words(prompt.text, _RESULT_WORDS[-1])
+        kept = _between(_loop(template, said, thinking=thinking), _RESULT_WORDS[-1], _ANSWER)
+        if tail != kept and kept.strip() and not prompt.opens_reasoning:
+            yield tail, kept
 
 
 def _loop(template: ChatTemplate, messages: tuple[Message, ...], *, thinking: bool) -> str:

@@ -55,7 +55,11 @@ class Writer:
         return RenderedText(text, open_tag(text, self.reasoning_tags) is not None)
 
     def _render(self, messages: Sequence[MessageDict], *, tail: bool) -> str | Refusal:
-        return self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
+        text = self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
+        if self.form.preamble is None or isinstance(text, Refusal):
+            return text
+        # Words without thinking; nobody else's text has these letters, as a client's control tokens are marked.
+        return text.replace(self.form.preamble.unthought, "")
 
     def _continued(self, before: Sequence[MessageDict], said: PromptStep) -> RenderedText | Refusal:
         """The text up to the end of the assistant's unfinished message, its white space included."""

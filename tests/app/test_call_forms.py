@@ -16,13 +16,13 @@ from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.turns import Family
 from tests.prompt.vocabularies import TEMPLATES, template_family, tokens_in
 
-OTHER_NUMBERS = "content here (it writes a number in another way than a string)"
+MARKED = "writes strings between marks, and forced calls come in the JSON form"
 UNHELD = {
-    "gemma4": OTHER_NUMBERS,
+    "gemma4": MARKED,
     "granite3_3": "lists tools and shows no call (it writes no calls)",
     "kimi_k2": "(it refuses calls: SecurityError: access to attribute 'append' of 'list' object is unsafe.)",
     "lfm2": "lists tools and shows no call (it writes no calls)",
-    "lfm2_5_8b": OTHER_NUMBERS,
+    "lfm2_5_8b": MARKED,
 }
 
 

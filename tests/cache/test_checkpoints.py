@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.checkpoint_budget import GIB, run_eliding_loop, run_tool_loop
-from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
+from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, last_cut, plan_stops
 from kvserve.core import ImageSpan
 from tests.laws import num_examples
 
@@ -83,33 +83,37 @@ def test_a_stride_has_tokens() -> None:
     matched=st.integers(0, 3000),
     needs=st.booleans(),
     stride=st.integers(1, 700),
+    cut=st.sampled_from((1, 1, 7, 256)),
 )
 @settings(max_examples=num_examples(50))
 def test_a_plan_keeps_its_promises(
-    sizes: list[int], tail: int, usable: int, matched: int, needs: bool, stride: int
+    sizes: list[int], tail: int, usable: int, matched: int, needs: bool, stride: int, cut: int
 ) -> None:
-    """Ascending, inside what is computed, never the last token, and no gap wider than the stride."""
+    """Ascending, inside what is computed, never the last token, no gap wider than the stride, and where prefills are
+    cut at places of their own, nowhere else."""
     ends, total = [], 0
     for number, size in enumerate(sizes):
         total += size
         ends.append(MessageEnd(total, "user" if number % 3 == 0 else "tool", is_genuine_user=number % 3 == 0))
     outline = PromptOutline(total + tail, tuple(ends), system_end=ends[0].offset if ends else None)
-    usable = min(usable, outline.num_tokens - 1)
+    usable = last_cut(min(usable, outline.num_tokens - 1), cut)
     stops = plan_stops(
         outline,
         num_usable_tokens=usable,
         num_matched_tokens=min(matched, outline.num_tokens),
         needs_checkpoints=needs,
         max_stride=stride,
+        cut_tokens=cut,
     )
     places = offsets(stops)
     assert places == sorted(set(places))
     assert all(usable < place < outline.num_tokens for place in places)
     edges = [usable, *places, outline.num_tokens - 1]
-    assert all(end - start <= stride for start, end in pairwise(edges))
+    assert all(end - start < stride + cut for start, end in pairwise(edges))
+    assert all(place % cut == 0 for place in places)
     if needs:
         wanted = {end.offset for end in ends if end.is_genuine_user} | {end.offset for end in ends[-8:]}
-        assert {place for place in wanted if place > usable} <= set(places)
+        assert {place for each in wanted if (place := last_cut(each, cut)) > usable} <= set(places)
 
 
 @pytest.mark.parametrize(("budget_gib", "checkpoint_gib"), [(6, 2), (8, 3), (12, 4)])

@@ -261,7 +261,7 @@ def differ(steps: Sequence[Step], limits: Limits, score: str, *, needs_checkpoin
 
 @pytest.mark.parametrize("needs_checkpoints", [False, True])
 @given(steps=traffic, limits=limits, score=st.sampled_from(["value", "value", "age_length_frequency", "lru"]))
-@settings(max_examples=num_examples(150), deadline=None)
+@settings(max_examples=num_examples(75), deadline=None)
 def test_what_leaves_is_what_a_look_at_all_nodes_would_choose(
     needs_checkpoints: bool, steps: list[Step], limits: Limits, score: str
 ) -> None:
@@ -278,7 +278,7 @@ def test_what_leaves_is_what_a_look_at_all_nodes_would_choose(
 
 @pytest.mark.parametrize("needs_checkpoints", [False, True])
 @given(steps=traffic, limits=limits, max_pieces=st.sampled_from([0.125, 1, 3]))
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_in_pieces_the_same_leaves_in_the_same_order(
     needs_checkpoints: bool, steps: list[Step], limits: Limits, max_pieces: float
 ) -> None:

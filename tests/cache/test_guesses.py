@@ -82,7 +82,7 @@ def play(
 
 @pytest.mark.parametrize("needs_checkpoints", [False, True])
 @given(traffic=turns, num_bytes=st.integers(100, 1200))
-@settings(max_examples=num_examples(150) if IS_FULL else 75, deadline=None)
+@settings(max_examples=num_examples(150) if IS_FULL else 40, deadline=None)
 def test_guesses_never_lower_what_other_sessions_reuse(
     needs_checkpoints: bool, traffic: list[Turn], num_bytes: int
 ) -> None:

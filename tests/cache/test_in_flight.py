@@ -62,6 +62,12 @@ def test_a_repeated_prompt_waits_for_all_but_its_last_token() -> None:
     assert wait == Wait(0, len(prompt(1)) - 1, is_new_stop=True)
 
 
+def test_a_wait_is_for_a_place_where_prefills_are_cut() -> None:
+    """Where these have a place of their own the row stops at the last one before the prompts part."""
+    wait = plan_wait(prompt(2), 0, [flight(1, 256)], needs_checkpoints=True, cut_tokens=256)
+    assert wait == Wait(0, 3840, is_new_stop=True)
+
+
 def test_no_wait_inside_an_image() -> None:
     """Prompts that part inside an image (two sizes of one picture) part before it; another picture is a difference."""
     new = prompt(2, (ImageSpan(3900, 4000, "cat"),))

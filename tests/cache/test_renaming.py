@@ -44,7 +44,7 @@ def names(tree: PrefixTree) -> list[Any]:
     return [sorted(paths, key=repr), sorted((lease.num_tokens, lease.chain.hashes) for lease in tree._leases)]
 
 
-@settings(max_examples=num_examples(80), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(before=talks, after=talks, needs_checkpoints=st.booleans(), use_index=st.booleans())
 def test_a_renamed_tree_is_the_tree_built_under_that_name(
     before: Any, after: Any, needs_checkpoints: bool, use_index: bool

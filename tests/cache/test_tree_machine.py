@@ -384,7 +384,7 @@ def test_the_tree_knows_what_a_set_of_prefixes_knows(machine: type[TreeMachine])
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=num_examples(50) if IS_FULL else 20,
+            max_examples=num_examples(50) if IS_FULL else 14,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

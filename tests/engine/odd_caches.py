@@ -65,6 +65,18 @@ class CopiesItself(Unmergeable):
         return self
 
 
+class ForgetsAtCuts(KVCache):
+    """What it holds of a token has a part of the token before, but for the first one of each pass."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        before = mx.pad(values[..., :-1, :], [(0, 0), (0, 0), (1, 0), (0, 0)])
+        return super().update_and_fetch(keys, values + 2 * before)
+
+
+class ForgetsAtCutsUnseen(ForgetsAtCuts):
+    """The same, for the control."""
+
+
 class _Box:
     def __init__(self) -> None:
         self.keys: mx.array | None = None

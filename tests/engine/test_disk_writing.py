@@ -21,11 +21,11 @@ from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from tests.cache.disks import HASHER, WAIT_SECONDS, Disk, named
 from tests.cache.visits import counting
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 
 ROOMY = Limits(max_bytes=10**12, max_checkpoint_bytes=10**12, max_entries=10**6, max_entries_per_owner=10**6)
 STOP_TOKENS = 6
-FEW, MANY, MAX_NODES = 40, 400, 80
+FEW, MANY, MAX_NODES = 40, 400 if IS_FULL else 160, 80
 """Stops of a prompt, and how many looks at nodes of tree and disk are enough, however many there were."""
 
 

@@ -1,6 +1,7 @@
 """How many entries there may be counts only where bytes are short: with RAM free, forks and side requests all stay."""
 
 from dataclasses import replace
+from itertools import batched
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.laws import TWO_KINDS, sampled, sampled_cells
 FEW_ENTRIES = replace(CACHE, max_entries=24, max_entries_per_owner=2)
 """The numbers that a server has by default."""
 
-NUM_BRANCHES, NUM_SIDE_REQUESTS = 6, 30
+NUM_BRANCHES, NUM_SIDE_REQUESTS, NUM_AT_ONCE = 6, 30, 5
 BASE = prompt_of(288)
 NUM_NEW = 48
 NUM_ANSWER = 8
@@ -37,7 +38,12 @@ def test_six_branches_and_thirty_side_requests_are_served_from_ram(family: str, 
                     assert (tier_of(answer), cached(answer)) == ("ram", len(tokens) - NUM_NEW)
                 new = prompt_of(NUM_NEW, 100 * number_of_turn + number)
                 said[number] = [*tokens, *answer.tokens, *new]
-            for number in range(NUM_SIDE_REQUESTS // 2 if number_of_turn < 2 else 0):
-                side = prompt_of(60, 1000 + 100 * number_of_turn + number)
-                generate(engine, replace(turn(side, 2), owner=f"side {number_of_turn}/{number}"))
+            sides = [
+                replace(
+                    turn(prompt_of(60, 1000 + 100 * number_of_turn + number), 2), owner=f"{number_of_turn}/{number}"
+                )
+                for number in range(NUM_SIDE_REQUESTS // 2 if number_of_turn < 2 else 0)
+            ]
+            for some in batched(sides, NUM_AT_ONCE):
+                generate(engine, *some)
         assert engine.cache_report().stats.num_evicted_tokens == 0

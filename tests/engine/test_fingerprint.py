@@ -51,3 +51,9 @@ def test_how_kv_is_quantised_counts() -> None:
     assert kv_fingerprint("a", KvSettings(start=100, group_size=32)) == kv_fingerprint("a", KvSettings())
     same = [KvSettings(bits=4, scheme="turboquant", group_size=size) for size in (32, 64)]
     assert len({kv_fingerprint("a", kv) for kv in same}) == 1
+
+
+def test_where_kv_was_cut_counts_where_it_matters() -> None:
+    """What was cut elsewhere is other KV; where a cut makes no difference there is nothing to tell."""
+    assert len({kv_fingerprint("a", KvSettings(), cut_tokens) for cut_tokens in (1, 128, 256)}) == 3
+    assert kv_fingerprint("a", KvSettings(), 1) == kv_fingerprint("a", KvSettings())

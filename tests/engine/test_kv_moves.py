@@ -31,7 +31,7 @@ from tests.laws import sampled, sampled_cells
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
 
 
-@sampled_cells(lambda family, share: share == 0.99 and family != "qwen3")
+@sampled_cells(lambda family, share: share == 0.99 and family in ("qwen3_5", "gemma3"))
 @pytest.mark.parametrize("share", [0.85, 0.99])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_most_of_the_memory_is_found_again_whole(family: str, share: float) -> None:

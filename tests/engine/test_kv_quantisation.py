@@ -265,7 +265,7 @@ WAYS: tuple[Callable[[Engine, Case], None], ...] = (
 
 
 IN_EVERY_RUN = {
-    THOROUGH: (warm_rows_join_cold_ones, answer_that_crosses_the_start, cancelled_where_the_start_is),
+    THOROUGH: (warm_rows_join_cold_ones, answer_that_crosses_the_start),
     Case("gemma3", uniform(4, 0)): (branch,),
     Case("llama", uniform(8, MIDDLE)): (rewind,),
     TURBO[1]: (repeated,),

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from kvserve.engine.kv_buffers import held_arrays, with_arrays
-from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, find_forms
+from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, PASSES, LeafForm, find_forms
 from kvserve.engine.snapshot import CacheLayout
 
 WIDTH = 4
@@ -46,6 +46,65 @@ class Forgets(Indexed):
         sums = mx.cumsum(numbers, axis=1)[:, -1:]
         self.index = numbers if self.index is None else mx.concatenate([self.index, numbers], axis=1)
         self.pairs = sums if self.pairs is None else self.pairs + sums
+
+
+class Pairs(Indexed):
+    """Fills itself from pairs of numbers only: one that is alone when it is cut is lost."""
+
+    alone: mx.array | None = None
+
+    def note(self, numbers: mx.array) -> None:
+        self.index = numbers if self.index is None else mx.concatenate([self.index, numbers], axis=1)
+        numbers = numbers if self.alone is None else mx.concatenate([self.alone, numbers], axis=1)
+        num_pairs = numbers.shape[1] // 2
+        sums = numbers[:, : 2 * num_pairs].reshape(1, num_pairs, 2).sum(axis=-1)
+        self.pairs = sums if self.pairs is None else mx.concatenate([self.pairs, sums], axis=1)
+        self.alone = numbers[:, 2 * num_pairs :]
+
+    @property
+    def state(self) -> Any:
+        return super().state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        (self.keys, self.values), (self.index, _), _, self.offset = value
+        num_pairs = self.index.shape[1] // 2
+        self.pairs = self.index[:, : 2 * num_pairs].reshape(1, num_pairs, 2).sum(axis=-1)
+
+
+class Overlaps(Indexed):
+    """What is worked out for a number has a part of the one before, unless that came in an earlier pass."""
+
+    def note(self, numbers: mx.array) -> None:
+        sums = numbers + mx.pad(numbers[:, :-1], [(0, 0), (1, 0)])
+        self.index = numbers if self.index is None else mx.concatenate([self.index, numbers], axis=1)
+        self.pairs = sums if self.pairs is None else mx.concatenate([self.pairs, sums], axis=1)
+
+
+class Named(Indexed):
+    """Its state is a dict."""
+
+    @property
+    def state(self) -> Any:
+        rows, (index, pairs), _, offset = Indexed.state.fget(self)  # type: ignore[attr-defined]
+        return {"rows": rows, "index": index, "pairs": pairs, "offset": offset}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        (self.keys, self.values), self.offset = value["rows"], value["offset"]
+        self.index, self.pairs = value["index"], value["pairs"]
+
+
+class Reshapes(Indexed):
+    """Its state has another number of axes after the second pass."""
+
+    @property
+    def state(self) -> Any:
+        num_tokens = self.index.shape[1]
+        return mx.zeros((num_tokens,) if num_tokens == SECOND_LENGTH else (1, num_tokens))
+
+
+SECOND_LENGTH = KVCache.step + sum(PASSES[:2])
 
 
 class Window(Indexed):
@@ -112,7 +171,9 @@ def test_what_has_a_row_for_each_token_is_cut_whatever_its_class() -> None:
     ("new_cache", "reader"),
     [
         (Forgets, {}),
+        (Pairs, {}),
         (Window, {}),
+        (Reshapes, {}),
         (KVCache, {"lazy": True}),
         (Indexed, {"lazy": True}),
         (lambda: RotatingKVCache(64, keep=4), {}),
@@ -120,9 +181,61 @@ def test_what_has_a_row_for_each_token_is_cut_whatever_its_class() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_kept_whole(new_cache: Any, reader: Any) -> None:
-    """A sum over all tokens, a length that was not tried, a cache that is not written at every pass, whose class says
+    """A sum over all tokens, groups of which half a one is lost, a length that was not tried, a state that changes its
+    build, a cache that is not written at every pass, whose class says
     otherwise, a window that keeps its first tokens, a recurrent state."""
     assert (form(new_cache, **reader).kind, form(new_cache, **reader).state_form) == ("whole", None)
+
+
+def test_a_leaf_that_cannot_be_understood_changes_no_other() -> None:
+    """Each is judged by itself: a plain cache beside it that not every pass writes is still kept whole."""
+    plain, odd = find_forms(Reader(lazy=True), lambda: [KVCache(), Reshapes()])
+    assert (plain.kind, odd.kind) == ("whole", "whole")
+
+
+def test_a_state_with_names_is_read_like_one_without() -> None:
+    """Its rows are cut, and its bytes are counted."""
+    found, like = form(Named), form(Indexed)
+    assert (found.kind, found.per_token) == ("cut", like.per_token)
+
+
+def test_what_depends_on_where_a_row_is_cut_is_told_from_what_does_not() -> None:
+    """The same tokens in one pass lead to other rows; no cut of a class that is known is looked at."""
+    assert form(Overlaps).depends_on_cuts and form(Overlaps).kind == "cut"
+    assert [form(new_cache).cut_error for new_cache in (Indexed, Forgets, KVCache, ConcatenateKVCache)] == [0, 0, 0, 0]
+
+
+def test_the_logits_of_a_long_pass_are_not_computed() -> None:
+    """A thousand tokens of a large vocabulary take hundreds of megabytes, and none of it is looked at."""
+
+    class Wordy(Reader):
+        def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+            total = super().__call__(tokens, cache)[0, 0, 0]
+            return mx.ones((1, tokens.shape[1], 100_000)) * total
+
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    find_forms(Wordy(), lambda: [Indexed()])
+    assert mx.get_peak_memory() - before < 20 * 2**20
+
+
+def test_what_a_cache_does_not_hold_is_not_kept() -> None:
+    """A cache that does something else than at load, a window that nothing named say, raises where it is read: a slice
+    that is too short, or of places that nothing was written to, would be restored without a word."""
+    plain = KVCache()
+    plain.update_and_fetch(mx.ones((1, 1, 5, WIDTH)), mx.ones((1, 1, 5, WIDTH)))
+    with pytest.raises(ValueError, match="KVCache holds 5 of 9 tokens"):
+        CacheLayout(lambda: [KVCache()]).read_kv([plain], 0, 9)
+    with pytest.raises(ValueError, match="no pass wrote at load"):
+        CacheLayout(lambda: [KVCache()], forms=[LeafForm("none")]).read_kv([plain], 0, 5)
+    with pytest.raises(ValueError, match="KVCache holds 0 of 9 tokens"):
+        CacheLayout(lambda: [KVCache()]).read_kv([KVCache()], 0, 9)
+    layout = CacheLayout(lambda: [Indexed()], forms=find_forms(Reader(), lambda: [Indexed()]))
+    row = [Indexed()]
+    Reader()(mx.arange(1, 41)[None], row)
+    row[0].index = row[0].index[:, 8:]
+    with pytest.raises(ValueError, match="not as it was at load"):
+        layout.read_kv(row, 0, 20)
 
 
 def test_what_classes_say_is_believed_where_the_model_writes_it() -> None:

@@ -279,7 +279,7 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
     assert cached(again) >= said.num_kept - 64
 
 
-@sampled_cells(lambda family, act: (act == "clear") == (family == "qwen3"))
+@sampled_cells(lambda family, act: (family, act) in {("qwen3", "clear"), ("qwen3_5", "forget")})
 @pytest.mark.parametrize("act", ["forget", "clear", "discard"])
 @pytest.mark.parametrize("family", KINDS)
 def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:

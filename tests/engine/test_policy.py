@@ -32,7 +32,7 @@ from tests.engine.scheduling_simulator import Policy, Simulator
 from tests.engine.scheduling_traces import trace_of
 from tests.laws import IS_FULL
 
-NUM_TRACES = 10_000 if IS_FULL else 80
+NUM_TRACES = 10_000 if IS_FULL else 40
 NUM_IN_A_TEST = 250 if IS_FULL else 40
 
 READER = Stream("reader", 0.0, has_begun=True)

@@ -13,6 +13,7 @@ from mlx import nn
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
+from kvserve.engine import leaf_forms
 from kvserve.engine import self_check as self_check_module
 from kvserve.engine.kv_buffers import BatchKv, RowKv
 from kvserve.engine.model import CacheSupport, LoadedModel, load
@@ -118,6 +119,30 @@ def test_what_is_odd_is_found_and_said(
     support = check_caches(qwen3())
     assert (support.can_batch, support.can_keep) == (can_batch, can_keep)
     assert re.search(notes, "\n".join(support.notes))
+
+
+def test_leaves_that_could_not_be_looked_at_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What classes say is not believed in its place: a model may write a cache in another way. The start says why."""
+    monkeypatch.setattr(leaf_forms, "_kind", lambda *_: 1 / 0)
+    model = qwen3()
+    assert model.sizes.per_token > 0
+    support = check_caches(model)
+    assert (support.can_batch, support.can_keep) == (True, False)
+    assert re.search(r"prefix cache is off.*ZeroDivisionError", support.notes[0])
+
+
+@pytest.mark.parametrize(("new_cache", "can_keep", "cut_tokens"), [(KVCache, False, 1), (Unmergeable, True, 256)])
+def test_where_cuts_matter_is_said(
+    new_cache: type, can_keep: bool, cut_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints have places where every prompt is cut; rows that others cut anywhere have none, and are not kept."""
+    use_cache(monkeypatch, new_cache)
+    model = qwen3()
+    assert model.leaf_forms is not None
+    first, *others = model.leaf_forms
+    support = check_caches(replace(model, leaf_forms=(replace(first, cut_error=0.5), *others)))
+    assert (support.can_keep, support.cut_tokens) == (can_keep, cut_tokens)
+    assert any("depends on where a prefill is cut" in note for note in support.notes)
 
 
 def test_an_unknown_class_that_behaves_is_batched(monkeypatch: pytest.MonkeyPatch) -> None:

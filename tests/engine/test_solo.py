@@ -54,7 +54,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         yield running
 
 
-@pytest.mark.parametrize("new_cache", sampled(ODD, (Unmergeable, DropsPadding, CopiesItself)))
+@pytest.mark.parametrize("new_cache", sampled(ODD, (Unmergeable, DropsPadding)))
 def test_the_text_is_mlx_lms_own_cold_and_warm_alone_and_together(
     monkeypatch: pytest.MonkeyPatch, new_cache: type
 ) -> None:

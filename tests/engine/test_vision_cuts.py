@@ -77,7 +77,7 @@ class Asked:
         return cached(answer)
 
 
-@pytest.fixture(scope="module", params=sampled(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
+@pytest.fixture(scope="module", params=sampled(CUTTABLE, ("qwen3_5_vl",)))
 def small_steps(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=16) as engine:
         yield Sighted(request.param, engine)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import (
@@ -61,6 +61,7 @@ def by_hand(layout: Layout) -> np.ndarray:
     return np.array(columns).T
 
 
+@settings(max_examples=100)
 @given(layouts, st.data())
 def test_positions_do_not_depend_on_where_a_prefill_is_cut(layout: Layout, data: st.DataObject) -> None:
     """In pieces or in one, they are those of the definition."""
@@ -80,6 +81,7 @@ def test_text_stands_at_its_offset_and_a_shift(layout: Layout) -> None:
             assert (positions[:, offset] == offset + images.shift_at(offset)).all()
 
 
+@settings(max_examples=100)
 @given(layouts, st.data())
 def test_a_whole_chunk_cuts_no_image(layout: Layout, data: st.DataObject) -> None:
     """It ends at or behind what was asked, and the least that is needed."""

@@ -2,7 +2,7 @@
 
 A mutant first meets the test that noticed it the last time. Who survives that, or is new, meets the default tests that
 run its lines, cheap ones first, until one fails; then the whole default run; then the full run of its package. The
-table goes to `tests/mutation/results.md`.
+table goes to `tests/mutation/results.md`. With `--new` only those that it does not have yet are tried.
 """
 
 import argparse
@@ -57,6 +57,14 @@ class Hunt:
         again = [before[mutant.name] for mutant in mutants if mutant.name in before]
         with ThreadPoolExecutor(self._num_jobs) as pool:
             verdicts = {verdict.mutant.name: verdict for verdict in pool.map(self._again, again) if verdict}
+        return self.rest_near(mutants, verdicts, keep)
+
+    def rest_near(
+        self, mutants: Sequence[Mutant], known: Mapping[str, Verdict], keep: Callable[[Mapping[str, Verdict]], object]
+    ) -> dict[str, Verdict]:
+        """Tests that run the lines of mutants which are not `known`, and those that are."""
+        verdicts = dict(known)
+        with ThreadPoolExecutor(self._num_jobs) as pool:
             rest = [mutant for mutant in mutants if mutant.name not in verdicts]
             if rest:
                 self.measure()
@@ -174,14 +182,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="these mutants, and no table")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tried at once")
-    parser.add_argument("--anew", action="store_true", help="forget which test noticed which mutant")
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument("--anew", action="store_true", help="forget which test noticed which mutant")
+    kept.add_argument("--new", action="store_true", help="only mutants that the table does not have, whose rows stay")
     chosen = parser.parse_args(arguments)
     mutants = [mutant for mutant in read_mutants() if not chosen.only or mutant.name in chosen.only]
     started = time.monotonic()
 
     def keep(verdicts: Mapping[str, Verdict]) -> str:
         num_again = sum(before.get(name) == verdict for name, verdict in verdicts.items())
-        text = table(verdicts, num_again, time.monotonic() - started)
+        text = table(verdicts, num_again, time.monotonic() - started, is_tried_again=not chosen.new)
         if not chosen.only:
             RESULTS.write_text(text, "utf-8")
         return text
@@ -189,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     before = {} if chosen.anew else read_results(mutants)
     with tempfile.TemporaryDirectory(prefix="kvserve-mutants-") as folder:
         hunt = Hunt(Path(folder), chosen.jobs)
-        verdicts = hunt.all_near(mutants, before, keep)
+        verdicts = (hunt.rest_near if chosen.new else hunt.all_near)(mutants, before, keep)
         for by in ("default", "full"):
             for verdict in [verdict for verdict in verdicts.values() if verdict.by == "nobody"]:
                 keep(verdicts)

@@ -32,16 +32,17 @@ def read_results(mutants: Iterable[Mutant], path: Path = RESULTS) -> dict[str, V
     return found
 
 
-def table(verdicts: Mapping[str, Verdict], num_again: int, seconds: float) -> str:
-    """The results as they are kept: totals, then one line for each mutant. `num_again`: so many were noticed by the
-    test that had noticed them the last time."""
+def table(verdicts: Mapping[str, Verdict], num_known: int, seconds: float, *, is_tried_again: bool = True) -> str:
+    """The results as they are kept: totals, then one line for each mutant. `num_known`: so many have the test that they
+    had the last time; `is_tried_again`: it noticed them again, else it was not asked."""
     counts = {by: sum(verdict.by == by for verdict in verdicts.values()) for by in BY}
     in_default = counts["mapped"] + counts["default"]
     share = in_default / max(1, len(verdicts))
+    known = "noticed again by the test of the last time" if is_tried_again else "as an earlier run found them"
     summary = (
-        f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes, {num_again} noticed again by the test "
-        f"of the last time. The default run notices {in_default} ({share:.0%}), {counts['mapped']} of them by tests "
-        f"that run the changed lines; the full run of the package {counts['full']} more; nobody {counts['nobody']}."
+        f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes, {num_known} {known}. The default run "
+        f"notices {in_default} ({share:.0%}), {counts['mapped']} of them by tests that run the changed lines; the full "
+        f"run of the package {counts['full']} more; nobody {counts['nobody']}."
     )
     rows = map(_row, verdicts.values())
     return "\n".join(["# Planted faults and who notices them", "", summary, "", *HEADING, *rows, ""])

@@ -72,6 +72,9 @@ PAIRS = {
 REAL_PAIRS = {"deepseek_v3_2", "minimax_m2", "seed_oss"}
 """The real templates that do so, of which a row is derived."""
 
+REAL_MARKED = {"gemma4", "lfm2_5_8b"}
+"""Those of which one is derived whose strings stand between marks."""
+
 HELD_BY_TOKENS = ("tags", "list", "fences", "bare", "kimi_k2_moonshot")
 """Where a law is asked of every form once, with two of something: these have the first, the others the second."""
 

@@ -31,6 +31,7 @@ from tests.prompt.call_forms import (
     HELD_BY_TOKENS,
     MISTRALS,
     READ,
+    REAL_MARKED,
     REAL_PAIRS,
     REAL_ROWS,
     SMALL,
@@ -54,6 +55,8 @@ ARGUMENTS = st.dictionaries(TEXTS, JSON, max_size=3).filter(
 )
 EVERY = sampled(DERIVED, {*SMALL, "kimi_k2_moonshot", "mistral_nemo"})
 every_form = pytest.mark.parametrize("name", EVERY)
+DERIVED_IN_EVERY_RUN = {*SMALL, "kimi_k2_moonshot", "mistral_nemo", "minimax_m2", "gemma4", "qwen3"}
+"""Small and real ones, and two of which nothing is derived."""
 OTHER_TAGS = ("apertus", "cohere_r7b", "ministral3_reasoning")
 """Templates whose thinking stands in tags of their own, not in `<think>`."""
 
@@ -88,17 +91,16 @@ def read(output_format: OutputFormat, pieces: list[str], tools=TOOLS) -> tuple[l
     return [(end.call.name, end.call.arguments) for end in calls_of(deltas)], said
 
 
-def test_which_real_templates_are_derived() -> None:
-    """The table of all of them, with the reason where nothing is derived (`pytest -s` shows it)."""
-    if not TEMPLATES:
-        pytest.skip("the templates in shared/ are not here")
-    for name in TEMPLATES:
-        found = found_row(name)
-        print(f"{name:28}", f"not derived: {found.reason}" if isinstance(found, NoRow) else f"derived: {found}")
-    assert {name for name in TEMPLATES if isinstance(found_row(name), CallRow)} == REAL_ROWS | REAL_PAIRS
-    assert [name for name in DERIVED if CallSlot.ID in (*DERIVED[name].middle, *DERIVED[name].closing)] == WITH_IDS
-    assert [name for name in DERIVED if derived.is_bare(DERIVED[name])] == BARE_ROWS
-    assert [name for name in DERIVED if "[TOOL_CALLS]" in str(DERIVED[name].opening[0])] == MISTRALS
+@pytest.mark.parametrize("name", sampled((*SMALL, *TEMPLATES), DERIVED_IN_EVERY_RUN))
+def test_which_templates_are_derived(name: str) -> None:
+    """Each as the tables of these tests have it, with the reason where nothing is derived (`pytest -s` shows it)."""
+    found = found_row(name)
+    print(f"{name:28}", f"not derived: {found.reason}" if isinstance(found, NoRow) else f"derived: {found}")
+    assert isinstance(found, CallRow) == (name in REAL_ROWS | REAL_PAIRS | REAL_MARKED | set(SMALL))
+    if isinstance(found, CallRow) and found.pairs is None:
+        assert (CallSlot.ID in (*found.middle, *found.closing)) == (name in WITH_IDS)
+        assert derived.is_bare(found) == (name in BARE_ROWS)
+        assert ("[TOOL_CALLS]" in str(found.opening[0])) == (name in MISTRALS)
 
 
 def test_the_parts_of_a_row_are_what_the_template_writes() -> None:
@@ -162,6 +164,19 @@ def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: 
     assert old in SMALL[name]
     found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES), read_calls)
     assert isinstance(found, NoRow), found
+
+
+def test_the_reason_is_what_tells_most() -> None:
+    """A template that wants a result behind each call refuses the first conversation that is tried, and says nothing of
+    its form; what it writes in the other one does."""
+    wants = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.previtem is defined and loop.previtem.tool_calls %}"
+        "{{ raise_exception('alternate') }}{% endif %}"
+    )
+    source = SMALL["names"].replace("{% for m in messages %}", wants)
+    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES), read_calls), CallRow)
+    found = find_call_row(CompiledTemplate(source.replace("[CALLS]", "Action: "), VARIABLES), read_calls)
+    assert isinstance(found, NoRow) and found.reason == "no tag stands before a call: 'Action: '"
 
 
 @sampled_cells(lambda name: name not in ("tags", "fences", "counted"))

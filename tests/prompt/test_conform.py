@@ -97,11 +97,16 @@ def test_the_probed_dialect_of_a_real_family_is_never_refused(name: str, message
 @given(messages=conversations(), cut=st.integers(1, 8), with_tools=st.booleans())
 @settings(max_examples=num_examples(8))
 def test_what_is_rendered_does_not_depend_on_what_comes_later(name: str, messages, cut, with_tools) -> None:
-    """The steps of the first messages are those of the whole conversation, up to text that is appended to the last."""
+    """The steps of the first messages are those of the whole conversation, up to text that is appended to the last.
+
+    An answer ends a running loop: where a template forgets thinking there, words before the loop's calls move too.
+    """
     dialect = dialect_of(name, with_tools)
     tools = TOOLS if with_tools else ()
     head = [step for step in conform(messages[:cut], tools, dialect).steps if step.index < len(messages[:cut])]
     whole = conform(messages, tools, dialect).steps
+    if dialect.preamble is not None and any(step.kind == "assistant" for step in whole[len(head) - 1 :]):
+        return
     assert whole[: max(len(head) - 1, 0)] == tuple(head[:-1])
     if head:
         assert whole[len(head) - 1].text.startswith(head[-1].text)

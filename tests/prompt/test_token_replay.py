@@ -184,7 +184,7 @@ def test_thinking_that_the_client_dropped_is_not_said(name: str) -> None:
     assert not any(loop(family(name), thinking="hm", content="", num_turns=4, echoes_thinking=False))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("llama", "gpt_oss")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
 def test_text_before_a_call_is_kept(name: str) -> None:
     """Also where the template takes it only as a message of its own."""
     assert all(loop(family(name), thinking="", content="I look.\n\n", num_turns=6))

@@ -29,13 +29,10 @@ EVERY_TEMPLATE = (
     "gemma4",
     "glm5_2",
     "gpt_oss",
-    "granite4_0",
-    "kimi_k2",
     "llama3_1",
     "minimax_m2",
     "mistral_nemo",
     "qwen3",
-    "qwen3_coder",
 )
 """One of each way to describe tools: JSON, tags, TypeScript, in front, with the user's words, not at all."""
 

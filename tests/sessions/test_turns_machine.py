@@ -251,5 +251,5 @@ class BoundedTurnMachine(TurnMachine):
 def test_the_store_knows_what_plain_dicts_know(machine: type[TurnMachine]) -> None:
     """Any order of turns, branches, edits, clocks, repeated and aborted requests: the same paths, nobody else's."""
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=num_examples(25), stateful_step_count=30, deadline=None)
+        machine, settings=settings(max_examples=num_examples(14), stateful_step_count=30, deadline=None)
     )

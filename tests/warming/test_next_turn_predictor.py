@@ -90,7 +90,9 @@ def _trimmed(request: Request) -> Request:
 
 
 @sampled_cells(
-    lambda name, family, **_: name.startswith("claude") or (name, family) == ("openclaw-2026.9.6-toolloop", "qwen3_5")
+    lambda name, family, **_: (
+        name == "claude-code-2.1.119" or (name, family) == ("openclaw-2026.9.6-toolloop", "qwen3_5")
+    )
 )
 @pytest.mark.parametrize(
     ("name", "family", "num_right", "num_wrong"),

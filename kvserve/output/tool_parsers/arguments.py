@@ -8,7 +8,7 @@ mistaken: one that reads like such a value.
 A value that can only be a string goes to the call's draft as it arrives, any other value when it is finished.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
@@ -16,6 +16,7 @@ from kvserve.output.tool_parsers.chains import ChainEnd, NextKey, UnfinishedKey,
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import SPACE, Chain, NotACall, ParsedCall, Reader
 from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
+from kvserve.output.tool_parsers.own_text import read_own
 from kvserve.output.tool_parsers.python_text import read_python
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
@@ -56,6 +57,13 @@ class TypedArguments:
         self._values: dict[str, object] = {}
         self._occurs_twice = False
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys that the tool's schema names, none where it allows others in so many words."""
+        properties = self._schema.get("properties")
+        is_open = self._schema.get("additionalProperties", False) is not False
+        return frozenset(properties if isinstance(properties, Mapping) and not is_open else ())
+
     def open(self) -> None:
         """Note that the call is certain, before its first key."""
         self._draft.open(self._name)
@@ -75,16 +83,7 @@ class TypedArguments:
     ) -> Reader[ChainEnd]:
         """Reads the value of `key` up to the next key and its lead, or to one of the chains `last`. `is_string`: what
         the form itself says of the value."""
-        self._draft.open(self._name)
-        self._occurs_twice |= key in self._values
-        if self._draft.is_open and self._occurs_twice:
-            raise NotACall("an argument occurs twice")
-        self._draft.write(f"{'' if self._values else '{'}{write_json(key)}: ")
-        types = types_of(property_schema(self._schema, key), self._schema)
-        if is_string is not None:
-            said = STRING if is_string else JSON_TYPES - STRING
-            types = types & said or said
-        value = _Value(self._draft, types, self._lines, self._spelling)
+        value = self.begin(key, is_string=is_string)
         try:
             end = yield from text_before(last, value.put, may_lack_end=may_lack_end, next_key=more)
         except UnfinishedKey as cut:
@@ -97,13 +96,31 @@ class TypedArguments:
         if end.key is not None:
             self._go_on(key, value, end.key.source)
         else:
-            self._values[key] = value.finish()
+            self.keep(key, value, is_more=False)
         return end
 
-    def _go_on(self, key: str, value: "_Value", ahead: str) -> None:
-        """Finish the value of `key`, behind which the next key stands in `ahead`; that stays held."""
+    def begin(self, key: str, *, is_string: bool | None = None) -> "ArgumentValue":
+        """Begins the value of `key`. `is_string`: what the form itself says of it."""
+        self._draft.open(self._name)
+        self._occurs_twice |= key in self._values
+        if self._draft.is_open and self._occurs_twice:
+            raise NotACall("an argument occurs twice")
+        self._draft.write(f"{'' if self._values else '{'}{write_json(key)}: ")
+        types = types_of(property_schema(self._schema, key), self._schema)
+        if is_string is not None:
+            said = STRING if is_string else JSON_TYPES - STRING
+            types = types & said or said
+        return ArgumentValue(self._draft, types, self._lines, self._spelling)
+
+    def keep(self, key: str, value: "ArgumentValue", *, is_more: bool) -> None:
+        """Keep a value that is whole; `is_more`: another argument follows."""
         self._values[key] = value.finish()
-        self._draft.write(", ")
+        if is_more:
+            self._draft.write(", ")
+
+    def _go_on(self, key: str, value: "ArgumentValue", ahead: str) -> None:
+        """Keep the value of `key`, behind which the next key stands in `ahead`; that stays held."""
+        self.keep(key, value, is_more=True)
         self._draft.hold_again(ahead)
 
     def call(self) -> ParsedCall:
@@ -114,11 +131,11 @@ class TypedArguments:
         """
         if self._occurs_twice:
             raise NotACall("an argument occurs twice")
-        self._draft.write("}")
+        self._draft.write("}" if self._values else "{}")
         return ParsedCall(self._name, self._values)
 
 
-class _Value:
+class ArgumentValue:
     """One value as it is written."""
 
     def __init__(self, draft: Draft, types: frozenset[str], lines: OwnLines, spelling: Spelling) -> None:
@@ -257,7 +274,10 @@ def _read_other(text: str, types: frozenset[str], spelling: Spelling) -> object:
         for word, value in _words(each):
             if text.strip() == word and type_names(value) & types:
                 return value
-    for read in (read_json, read_python) if spelling.is_python else (read_json,):
+    readers: list[Callable[[str], object]] = [read_json, *([read_python] if spelling.is_python else [])]
+    if spelling.is_own:
+        readers.append(lambda text: read_own(text, spelling))
+    for read in readers:
         try:
             return read(text)
         except ValueError:

@@ -27,6 +27,7 @@ from kvserve.output.tool_parsers.form import (
     Scan,
 )
 from kvserve.output.tool_parsers.json_text import write_json
+from kvserve.output.tool_parsers.marked import CallEnd, MarkedArguments
 from kvserve.output.tool_parsers.row_paths import TAG, Offered, Path, PathPlace, after, steps_of
 
 _SEAM = re.compile(r"\s*\n\s*|(?<=[>\]])[ \t]*(?=[<\[])")
@@ -121,7 +122,7 @@ class _Reading:
         assert found is not None, "a row begins with a tag"
         tag, num_end = found[0], len(row.call_end)
         rest = between[num_end:].lstrip()
-        next_call = () if rest.startswith(tag) else chain_of(rest)
+        next_call = () if rest.startswith(tag) else chain_of(rest.rstrip())
         head = opening.removeprefix(tag)
         next_head = rest.removeprefix(next_call[0]) if next_call else ""
         end, close = chain_of(row.call_end), chain_of(closing[num_end:].lstrip())
@@ -132,7 +133,19 @@ class _Reading:
         """All that is the same in every call."""
         row, pairs = self.row, self.pairs
         parts = map(_text, (row.opening, row.middle, row.between or (), row.closing))
-        return (*parts, pairs.opening, pairs.value, pairs.other_value or "", pairs.closing, pairs.between)
+        around = pairs.spelling.marks or ()
+        return (*parts, pairs.opening, pairs.value, pairs.other_value or "", pairs.closing, pairs.between, *around)
+
+    @property
+    def marked(self) -> MarkedArguments | None:
+        """The reader of arguments whose strings stand between marks."""
+        if self.pairs.spelling.marks is None:
+            return None
+        end, closing = self.row.call_end, _text(self.row.closing)[len(self.row.call_end) :]
+        if not self.next_call:
+            return MarkedArguments(self.pairs, (CallEnd(self._last(()), end),))
+        another = CallEnd(self._last(self.next_call), end, self.next_call[0] + self.next_head, _text(self.row.middle))
+        return MarkedArguments(self.pairs, (another, CallEnd(self._last(self.close), end, closing)))
 
     @property
     def more(self) -> NextKey:
@@ -162,8 +175,10 @@ class _Reading:
         `is_beside` them already."""
         before: list[ParsedCall] = []
         offered = Offered(frozenset(tool.name for tool in tools), alone=False)
+        called: str | None = None
         while True:
-            place = yield from _head(list(self._paths(head, offered)))
+            read = PathPlace(Path((), called)) if called is not None else None
+            place = read or (yield from _head(list(self._paths(head, offered))))
             is_offered = place.called in offered.names
             counts = is_offered or is_beside
             if counts:
@@ -173,7 +188,10 @@ class _Reading:
             arguments = TypedArguments(place.called, tools, draft, self.values.lines, self.pairs.spelling)
             chain: Chain = self.end
             if not place.path.closes:
-                end = yield from self._arguments(arguments)
+                if self.marked is None:
+                    end = yield from self._arguments(arguments)
+                else:
+                    end, called = yield from self.marked.read(arguments, offered, counts=counts)
                 chain = end.chain
                 is_behind = end.lacks_end or chain != self._last(())
                 draft.num_behind = end.num_last if counts and is_behind else 0
