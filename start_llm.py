@@ -1,14 +1,18 @@
-"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/app/process.py`."""
+"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/app/process.py` and, before it,
+in `kvserve/app/blas.py`."""
 
 import os
 import sys
 
-from kvserve.app.process import main
+from kvserve.app.blas import preload_blas
 
 if __name__ == "__main__":
     try:
         try:
-            code = main(sys.argv[1:])
+            preloading = preload_blas(sys.argv[1:], os.environ)
+            from kvserve.app.process import main  # takes a while to import, and what was preloaded is executed again
+
+            code = main(sys.argv[1:], preloading)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the help has seen enough

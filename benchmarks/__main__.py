@@ -5,11 +5,9 @@ python -m benchmarks [--only NAME] [--rounds N] [--save]
 
 import argparse
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import (
@@ -47,6 +45,7 @@ from benchmarks import (
 )
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
+from benchmarks.machine import machine
 
 BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "throughput": (throughput.run, 7),
@@ -84,7 +83,6 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
 """Every benchmark with its usual number of rounds."""
 
 RESULTS = Path(__file__).parent / "results"
-BUSY_LOAD_PER_CORE = 0.25
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         except BenchmarkError as error:
             failed.append(f"{name}: {error}")
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    text = f"{_machine(load_before)}\n\n{markdown_table(figures)}"
+    text = f"{machine(load_before)}\n\n{markdown_table(figures)}"
     print(text)
     if arguments.save:
         _save(text)
@@ -122,17 +120,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     return arguments
-
-
-def _machine(load_before: tuple[float, float, float]) -> str:
-    """What was measured on, and whether others were at work on it: then a ratio says little."""
-    num_cores = os.cpu_count() or 1
-    versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
-    line = f"{platform.system()} {platform.machine()}, {num_cores} cores, {versions}; "
-    line += f"load average {load_before[0]:.2f} before, {os.getloadavg()[0]:.2f} after."
-    if load_before[0] > BUSY_LOAD_PER_CORE * num_cores:
-        line += " The machine was busy before the first benchmark: measure again when it is not."
-    return line
 
 
 def _save(text: str) -> None:

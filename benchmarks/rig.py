@@ -113,7 +113,8 @@ def serving(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tupl
     environment = {key: value for key, value in os.environ.items() if key.upper() not in own}
     environment |= {"STATE_DIR": str(scratch / "run"), "LOG_ROOT": str(scratch / "logs"), "HF_HUB_OFFLINE": "1"}
     # idle work of the server would fall on whatever is measured meanwhile
-    environment |= {"DISK_CACHE_DIR": str(scratch / "disk"), "WARM_NEXT_TURN": "false", **given}
+    environment |= {"DISK_CACHE_DIR": str(scratch / "disk"), "WARM_NEXT_TURN": "false"}
+    environment |= {"BLAS_LIBRARY": "off", **given}  # the bare model in this process has the wheel's too
     log = scratch / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=output)

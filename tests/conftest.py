@@ -32,6 +32,8 @@ if hasattr(os, "SCHED_BATCH"):
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     _cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(_cores)]})
+# Tests run with the BLAS of MLX's wheel, whatever the machine has; `tests/engine/test_with_fast_blas.py` looks for one.
+os.environ["BLAS_LIBRARY"] = "off"
 # A test that would reach for a model hub is a mistake; let it fail at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import (
+    blas,
     closed_loop,
     image_memory,
     open_loop,
@@ -345,3 +346,11 @@ def test_too_much_written_in_a_turn_is_missed(
     """Of a hybrid states count, of a model with windows all bytes, against the KV of the turn's tokens."""
     turns = (written.Turn(num_bytes, num_state_bytes, 1, 10),) * 3
     assert written.figure(family, written.Loop(turns, 100.0, 1000)).is_missed == is_missed
+
+
+def test_a_fast_blas_is_compared_by_the_clock_and_by_the_processors_time() -> None:
+    """Each measurement has its row, each precision both sides and how often the one goes into the other."""
+    found = {name: [blas.Taken(0.5, 0.4), blas.Taken(0.125, 0.2)] for name in blas.MEASUREMENTS}
+    _, _, *rows = blas.table("OpenBLAS 1.2", {"float32": found, "4 bits": found}).splitlines()
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in blas.MEASUREMENTS]
+    assert {row.partition(" | ")[2] for row in rows} == {" | ".join(["500 (400)", "125 (200)", "4.0 (2.0)"] * 2) + " |"}

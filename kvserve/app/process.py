@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kvserve.app.blas import Preloading
 from kvserve.config import Launch, load_launch
 from kvserve.errors import KvserveError, StartupError
 from kvserve.observe.terminal import Terminal
@@ -25,6 +27,8 @@ from kvserve.settings.start_checks import refuse_unusable_start
 if TYPE_CHECKING:
     from kvserve.app.server import Server
 
+
+NOTHING_PRELOADED = Preloading()
 
 REPEAT_SECONDS = 1.0
 """A signal that comes again sooner is the same one: a shell and what it started both pass a Ctrl+C on."""
@@ -37,12 +41,12 @@ class _AtOnce(BaseException):
         self.number = number
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], preloading: Preloading = NOTHING_PRELOADED) -> int:
     """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
     terminal = Terminal(Console(stderr=True))
     stopping = threading.Event()
     try:
-        app = _app(load_launch(argv), terminal)
+        app = _app(_launch(argv, preloading), terminal)
     except StartupError as error:
         terminal.error(str(error))
         return 1
@@ -53,6 +57,14 @@ def main(argv: Sequence[str]) -> int:
         terminal.error(app.abandoned())
         # Threads that write or compute are not waited for; LiteLLM ends by itself once this process is gone.
         os._exit(128 + signalled.number)
+
+
+def _launch(argv: Sequence[str], preloading: Preloading) -> Launch:
+    """What was asked for, with what the search for a BLAS left to be told. Raises StartupError."""
+    launch = load_launch(argv)
+    if preloading.refused is not None:
+        raise preloading.refused
+    return replace(launch, warnings=(*launch.warnings, *preloading.warnings))
 
 
 def _app(launch: Launch, terminal: Terminal) -> "Server":

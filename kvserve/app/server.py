@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvserve import __version__
+from kvserve.app.blas import active_blas
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
 from kvserve.app.forget_owner import Forgetting
 from kvserve.app.model_factory import ModelFactory
@@ -74,6 +75,7 @@ class Server:
         self._settings = launch.settings
         self._terminal = terminal
         self._started_at = time.time()
+        self._blas = active_blas()
         self.is_fetching = False
         self._proxy: LitellmProxy | None = None
         self.watchers: threading.Semaphore = threading.BoundedSemaphore(MAX_WATCHERS)
@@ -251,6 +253,7 @@ class Server:
             warnings=tuple(warnings),
             disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),
             chat_template=self._template_of(served.name),
+            blas=f"{self._blas.name} ({self._blas.path})" if self._blas is not None else None,
         )
 
     def _template_of(self, model_name: object) -> str | None:
@@ -283,6 +286,7 @@ class Server:
         pool = self._pool.status()
         body: dict[str, object] = {
             **engine_fields(pool, default_name=self._model_name),
+            "blas": self._blas.name if self._blas is not None else None,
             "num_agents": self.agents.num_agents,
             "num_open_connections": self._server.num_open_connections,
             "proxy": self._proxy.state.status if self._proxy is not None else "off",

@@ -30,6 +30,7 @@ class BannerFacts:
     """What is served and where. `proxy_url` None: no proxy runs. URLs without a path, as `http://127.0.0.1:4000`.
 
     `disk` says what KV is on disk, in words. `chat_template` is the file that stands for the model's own, if one does.
+    `blas` names the one that was preloaded and its file.
     """
 
     version: str
@@ -42,6 +43,7 @@ class BannerFacts:
     warnings: tuple[str, ...] = ()
     disk: str | None = None
     chat_template: str | None = None
+    blas: str | None = None
 
 
 type TellBytes = Callable[[int, int], None]
@@ -185,6 +187,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     lines += [f"  {name}  {url}/v1" for name, url in rows if url is not None]
     lines.append(f"  watch   {facts.server_url}/dashboard")
     lines += [f"  disk    {facts.disk}"] if facts.disk is not None else []
+    lines += [f"  blas    {printable(facts.blas)}"] if facts.blas is not None else []
     lines += [f"  prompts by {printable(facts.chat_template)}"] if facts.chat_template is not None else []
     lines += [f"  try     {curl_line(facts)}"]
     if facts.is_demo:

@@ -20,6 +20,7 @@ ModelFamily = Literal["auto", "qwen3", "glm4", "generic"]
 QuantScheme = Literal["uniform", "turboquant"]
 GroupSize = Literal[32, 64, 128]
 KvBits = Literal[4, 8]
+BlasSearch = Literal["auto", "off"]
 
 _SIZE_UNITS = {
     "": 1,
@@ -215,6 +216,12 @@ def _wired(value: object) -> object:
     return found
 
 
+def _library(value: object) -> object:
+    """`auto`, `off` or a file."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    return word if word in ("auto", "off") else _path(_text(value))
+
+
 def _words(choices: tuple[str, ...]) -> str:
     *others, last = map(repr, choices)
     return f"{', '.join(others)} or {last}"
@@ -244,6 +251,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mlx_port": 8080,
     "proxy_port": 4000,
     "cache_rule_policies": (),
+    "blas_library": "auto",
     "disk_cache_dir": "~/.cache/kvserve",
     "state_dir": "~/.cache/kvserve/run",
 }
@@ -307,6 +315,7 @@ KINDS: Mapping[str, Kind] = {
     "max_batch_bytes": _auto(_sized("4GB")),
     "wired_limit": Kind(_wired, "OFF, AUTO or a size such as 20GB"),
     "prefill_step_size": _whole(16, 8192),
+    "blas_library": Kind(_library, f"auto, off or a library file; {_HOMELESS}"),
     "api_key": _ANY,
     "allowed_origins": _NAMES,
     "allowed_hosts": _NAMES,

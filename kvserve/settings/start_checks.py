@@ -11,12 +11,14 @@ import contextlib
 import errno
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvserve.errors import ModelLoadError, SettingError, StartupError
+from kvserve.settings.blas_files import refuse_absent_library
 from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
@@ -86,6 +88,7 @@ def refuse_unusable_start(settings: Mapping[str, Any], *, is_demo: bool, with_pr
         (True, policies_in, ("cache_rule_policies",)),
         (True, template_text, ("chat_template",)),
         (True, model_folders, ("model_folders",)),
+        (sys.platform == "linux", refuse_absent_library, ("blas_library",)),
         (True, refuse_unusable_address, ("mlx_host", "mlx_port")),
         (not is_demo, refuse_unusable_model, ("model_path",)),
         (is_demo, _refuse_demo_nowhere, ("state_dir",)),

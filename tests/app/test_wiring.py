@@ -127,7 +127,7 @@ KEPT_ELSEWHERE = {
     "TENANT_ISOLATION",
     # what the process itself acts on: tests/app/, tests/warming/
     *("MODEL_PATH", "CHAT_TEMPLATE", "MODEL_FAMILY"),
-    *("PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES"),
+    *("PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES", "BLAS_LIBRARY"),
 }
 
 

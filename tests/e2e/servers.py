@@ -36,8 +36,8 @@ _SETTING_KEYS = frozenset(map(setting_key, Settings.model_fields))
 def environment(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
     """This process's environment with all of kvserve's settings replaced: state and traces go to `folder`."""
     inherited = {name: value for name, value in os.environ.items() if name.upper() not in _SETTING_KEYS}
-    own = {"STATE_DIR": folder / "state", "LOG_ROOT": folder / "logs", "DISK_CACHE_DIR": folder / "kv", **settings}
-    return inherited | {name: str(value) for name, value in own.items()}
+    own = {"STATE_DIR": folder / "state", "LOG_ROOT": folder / "logs", "DISK_CACHE_DIR": folder / "kv"}
+    return inherited | {name: str(value) for name, value in {**own, "BLAS_LIBRARY": "off", **settings}.items()}
 
 
 def spawn(folder: Path, *flags: str, **settings: object) -> "subprocess.Popen[bytes]":

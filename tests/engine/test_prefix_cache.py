@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from kvserve.app.blas import active_blas
 from kvserve.cache.store import RamTier
 from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine.prefill import Prefill
@@ -178,7 +179,8 @@ def test_a_retreat_behind_the_last_checkpoint_is_counted(engine: Engine, family:
 def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
     """Next turn, branch, rewind, divergence in a message: at each step the logits of a cold server, too.
 
-    Bit for bit where both prefills computed the same chunks: from the message end that the cold one stops at as well.
+    Bit for bit where both prefills computed the same chunks: from the message end that the cold one stops at as well;
+    with a fast BLAS, whose last bits are not always the same, within the tolerance.
     """
     [first] = generate(engine, turn(BASE))
     shapes = {
@@ -199,7 +201,7 @@ def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
         warm, warm_logits = generate_with_logits(engine, turn(tokens, NUM_LOGITS))
         assert cached(warm) == num_known[shape]
         assert_exact(warm, expected.tokens)
-        same_chunks = family not in CUTTABLE and shape in ("rewind", "divergence")
+        same_chunks = active_blas() is None and family not in CUTTABLE and shape in ("rewind", "divergence")
         assert_close(warm_logits, cold_logits, **({"tolerance": 0} if same_chunks else {}))
 
 
