@@ -113,7 +113,11 @@ def starts_thread(use: Use) -> bool:
 DOORS = (
     Door("only the engine and the demo model import mlx*", is_mlx, ("kvserve/engine/", "kvserve/demo/")),
     Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
-    Door("only proxy/ starts processes", starts_process, ("kvserve/proxy/",)),
+    Door(
+        "nobody but proxy/ and demo/fetch.py starts processes",
+        starts_process,
+        ("kvserve/proxy/", "kvserve/demo/fetch.py"),
+    ),
     Door(
         "only the engine, who reads weights or writes files, who guesses, web server and proxy watcher start threads",
         starts_thread,

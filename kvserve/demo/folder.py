@@ -1,8 +1,8 @@
-"""A folder that is made here: complete under its name, or not there. It knows which files are its own and whether all of
-them are there, nothing of what they say.
+"""A folder that is made here: complete under its name, or not there. It knows which files are its own and whether all
+of them are there, nothing of what they say.
 
-It is written under another name and renamed when it is finished, so a half-made one is never loaded. A marker in it names
-its files with their sizes and what they were made from.
+It is written under another name and renamed when it is finished, so a half-made one is never loaded. A marker in it
+names its files with their sizes and what they were made from.
 """
 
 import json
