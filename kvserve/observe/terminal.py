@@ -209,6 +209,8 @@ def curl_line(facts: BannerFacts) -> str:
     """A command that asks the server something, to be pasted into a shell where API_KEY is set if one is needed."""
     asked = "What is the capital of France?" if facts.demo == "smollm2" else "Hello"
     body: dict[str, object] = {"model": facts.model_name, "messages": [{"role": "user", "content": asked}]}
+    if facts.demo == "smollm2":
+        body["temperature"] = 0  # so small a model knows several words to begin with, and goes on from each
     if facts.demo == "tiny":
         body["max_tokens"] = 64  # noise has no end
     key = ' -H "Authorization: Bearer $API_KEY"' if facts.needs_api_key else ""

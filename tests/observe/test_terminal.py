@@ -101,6 +101,7 @@ def test_the_demo_that_talks_names_its_licence_and_is_asked_something() -> None:
     assert "SmolLM2-135M-Instruct (Apache-2.0)" in text and "often wrong" in text and "random" not in text
     body = json.loads(shlex.split(curl_line(facts))[-1])
     assert "capital of France" in body["messages"][0]["content"] and "max_tokens" not in body
+    assert body["temperature"] == 0
 
 
 def test_a_banner_line_is_never_wrapped(plain: Screen) -> None:
