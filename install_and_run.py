@@ -44,9 +44,9 @@ PROBE_TIMEOUT_SECONDS = 20
 BROKEN_PIPE = 141  # as shells say it of a program that ended because nobody read what it wrote
 
 OWN_FLAGS = frozenset(("--test", "--setup-only", "--dev"))
-USAGE = f"""usage: python3 install_and_run.py [--demo] [--test | --setup-only] [--dev] [server flags]
+USAGE = f"""usage: python3 install_and_run.py [--demo [tiny]] [--test | --setup-only] [--dev] [server flags]
 
-  --demo        serve the embedded demo model (handed on to the server)
+  --demo        serve the demo model, fetched once; --demo tiny: without a download (handed on to the server)
   --test        set up, then run the tests; further arguments go to pytest
   --setup-only  set up and stop
   --dev         also install what tests and lint need (--test implies it)

@@ -200,7 +200,7 @@ def led_server(folder: Path, scratch: Path, *, warms: bool = False) -> Iterator[
     values |= {"disk_cache_dir": scratch / "kv", "enable_request_logging": False}
     values |= {"warm_next_turn": warms}  # else what an idle engine does between two requests is nobody's answer
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
-    app = Server(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
+    app = Server(Launch(settings, None, False, "off", {}), Terminal(Console(file=io.StringIO())))
     server = LedServer(app, warms=warms)
     with mock.patch.object(decode_group, "processors_for", server.processors_for):
         try:

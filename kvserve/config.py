@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from kvserve.errors import SettingError, StartupError
 from kvserve.settings.env_file import read_text
-from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
+from kvserve.settings.flags import SETTING_OF_FLAG, DemoKind, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.settings.kinds import DEFAULTS, KINDS, BlasSearch, GroupSize, KvBits, ModelFamily, QuantScheme
 from kvserve.settings.start_checks import refuse_equal_ports, refuse_misspelt, refuse_model_of_demo
 
@@ -190,7 +190,7 @@ class Settings(BaseSettings):
     body_timeout_seconds: float = Field(60, description="Time for a request's body to arrive.")
     idle_connection_seconds: float = Field(120, description="How long an idle connection is kept.")
     state_dir: Path = Field(
-        DEFAULTS["state_dir"], description="Generated LiteLLM config, pid file and log; demo model."
+        DEFAULTS["state_dir"], description="Generated LiteLLM config, pid file and log; demo models."
     )
     responses_keep_days: float = Field(
         30, description="Days after its last use that a response of /v1/responses is kept."
@@ -247,11 +247,12 @@ class Launch:
     it should know of them."""
 
     settings: Settings
-    is_demo: bool
+    demo: DemoKind | None
     with_proxy: bool
     disk_cache: DiskMode
     environment: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+    removes_demo: bool = False
 
 
 def setting_key(name: str) -> str:
@@ -277,7 +278,7 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
         refuse_equal_ports(settings.mlx_port, settings.proxy_port)
     disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
     warnings = _misspelt_in_environment()
-    return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings)
+    return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings, flags.demo_remove)
 
 
 def _check_names_in(env_file: Path | None) -> None:

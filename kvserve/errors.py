@@ -5,6 +5,7 @@
     |  |- SettingError        a key, its value and what was expected
     |  |- PortTaken           somebody else listens there
     |  `- ModelLoadError      the folder, what is wrong with it and what to do
+    |     `- ModelUnreachable nothing of it came: something else may be served
     `- RequestError           answered in the protocol's own error form
        |- BadRequest 400      |- ContextOverflow 400     |- Unauthorized 401      |- Forbidden 403
        |- NotFound 404        |  `- ModelNotFound 404    |- MethodNotAllowed 405  |- RequestTimeout 408
@@ -43,6 +44,10 @@ class PortTaken(StartupError):
 
 class ModelLoadError(StartupError):
     """The model folder is missing, broken or of an architecture that cannot be served."""
+
+
+class ModelUnreachable(ModelLoadError):
+    """The model would have to be fetched, and nothing of it came: the machine is offline, or nobody there has it."""
 
 
 class RequestError(KvserveError):

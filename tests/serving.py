@@ -181,7 +181,7 @@ def unstarted_app(
         "prewarm_prefixes": 0,
         "warm_next_turn": False,  # reuse and forward passes are those of the requests alone
     }
-    launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, disk_cache, {})  # type: ignore[call-arg]
+    launch = Launch(Settings(_env_file=None, **(values | settings)), None, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         real = kvserve.app.server.web_settings

@@ -113,7 +113,11 @@ def starts_thread(use: Use) -> bool:
 DOORS = (
     Door("only the engine and the demo model import mlx*", is_mlx, ("kvserve/engine/", "kvserve/demo/")),
     Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
-    Door("only proxy/ and app/blas.py start processes", starts_process, ("kvserve/proxy/", "kvserve/app/blas.py")),
+    Door(
+        "only proxy/, app/blas.py and demo/fetch.py start processes",
+        starts_process,
+        ("kvserve/proxy/", "kvserve/app/blas.py", "kvserve/demo/fetch.py"),
+    ),
     Door(
         "only the engine, who reads weights or writes files, who guesses, web server and proxy watcher start threads",
         starts_thread,

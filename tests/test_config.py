@@ -41,7 +41,9 @@ def test_both_servers_cannot_have_one_port() -> None:
 def test_every_flag_is_accepted() -> None:
     """All flags that users were promised parse, and the cache flags exclude each other."""
     launch = load_launch(["--demo", "--port", "1", "--proxy-port", "2", "--no-proxy", "--ephemeral-cache"])
-    assert (launch.is_demo, launch.with_proxy, launch.disk_cache) == (True, False, "ephemeral")
+    assert (launch.demo, launch.with_proxy, launch.disk_cache) == ("smollm2", False, "ephemeral")
+    assert (load_launch(["--demo", "tiny"]).demo, load_launch([]).demo) == ("tiny", None)
+    assert load_launch(["--demo-remove"]).removes_demo and not launch.removes_demo
     assert load_launch(["--no-disk-cache"]).disk_cache == "off"
     launch = load_launch(["--disk-cache", "/somewhere", "--model", "a/b", "--chat-template", "c.jinja"])
     settings = launch.settings

@@ -40,7 +40,8 @@ OF_SERVER = tuple(
     f"kvserve/{name}.py"
     for name in (
         *("__init__", "errors", "settings/__init__", "settings/env_file", "settings/flags", "settings/kinds"),
-        *("settings/model_config", "settings/ports", "settings/rule_policies", "settings/start_checks"),
+        *("settings/blas_files", "settings/model_config", "settings/ports", "settings/rule_policies"),
+        "settings/start_checks",
     )
 )
 """What the bootstrap imports of the server before anything is installed."""

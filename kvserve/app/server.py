@@ -16,6 +16,7 @@ from pathlib import Path
 from kvserve import __version__
 from kvserve.app.blas import active_blas
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
+from kvserve.app.demo_model import DemoModel, demo_model
 from kvserve.app.forget_owner import Forgetting
 from kvserve.app.model_factory import ModelFactory
 from kvserve.app.model_pool import Callbacks, ModelPool, engine_fields
@@ -36,7 +37,6 @@ from kvserve.app.wiring import (
 from kvserve.config import Launch
 from kvserve.core import JsonObject, TokenSequence, Turn
 from kvserve.core.keeping import Scope
-from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.warming import Warming
@@ -52,7 +52,7 @@ from kvserve.requests.deferred import TurnInProgress
 from kvserve.requests.serve import count_tokens, serve_turn
 from kvserve.requests.served_model import ServedModel
 from kvserve.sessions.lineage import SessionView
-from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
+from kvserve.settings.start_checks import DEMO_NAMES, local_folder
 from kvserve.warming.prewarming import prewarm
 from kvserve.warming.speculative_prefill import SpeculativePrefill
 from kvserve.web.http_server import HttpServer
@@ -77,6 +77,7 @@ class Server:
         self._started_at = time.time()
         self._blas = active_blas()
         self.is_fetching = False
+        self._demo: DemoModel | None = None
         self._proxy: LitellmProxy | None = None
         self.watchers: threading.Semaphore = threading.BoundedSemaphore(MAX_WATCHERS)
         self.observability = Observability(
@@ -86,7 +87,6 @@ class Server:
         web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
         self._server = HttpServer(web, make_router(self), terminal.error)
         self.defaults = request_defaults(self._settings)
-        self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
         self._chat_template = template_file(self._settings.chat_template)
         self._next_turns = (
             SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
@@ -137,11 +137,13 @@ class Server:
         self.responses.tidy()
         self._server.bind()
         self._server.start()
+        self._find_demo()
         self._start_proxy()
         with self._terminal.loading(self._model_name):
             default = ModelSource(self._model_name, self._model_folder(), self._chat_template)
             disk = Disk(cached_folder, is_model_folder)
-            served = self._pool.start(Catalogue(default, self._catalogue_settings, disk), stopping)
+            names = catalogue_settings(self._settings, self._listed_model_id)
+            served = self._pool.start(Catalogue(default, names, disk), stopping)
         if served is None:
             return
         self._wait_for_proxy(stopping)
@@ -187,11 +189,29 @@ class Server:
 
     @property
     def _model_name(self) -> str:
-        return DEMO_MODEL_NAME if self._launch.is_demo else self._settings.model_path
+        if self._launch.demo is None:
+            return self._settings.model_path
+        return self._demo.name if self._demo is not None else DEMO_NAMES[self._launch.demo]
+
+    def _find_demo(self) -> None:
+        """Before anything is told the model's name: where nothing can be fetched it is another one."""
+        if self._launch.demo is None:
+            return
+        self.is_fetching = self._launch.demo == "smollm2"
+        try:
+            self._demo = demo_model(
+                self._launch.demo,
+                self._settings.state_dir,
+                self._launch.environment,
+                self._terminal,
+                is_fast=self._blas is not None,
+            )
+        finally:
+            self.is_fetching = False
 
     def _model_folder(self) -> Path:
-        if self._launch.is_demo:
-            return build_model("qwen3", self._settings.state_dir / DEMO_MODEL_NAME)
+        if self._demo is not None:
+            return self._demo.folder
         if (folder := local_folder(self._settings.model_path)) is not None:
             return folder
         self.is_fetching = True
@@ -224,7 +244,7 @@ class Server:
 
     @property
     def _listed_model_id(self) -> str:
-        return f"openai/{DEMO_MODEL_NAME}" if self._launch.is_demo else self._settings.listed_model_id
+        return f"openai/{self._model_name}" if self._launch.demo is not None else self._settings.listed_model_id
 
     def _wait_for_proxy(self, stopping: threading.Event) -> None:
         """Wait for readiness in short steps, so that a signal is not kept waiting."""
@@ -236,6 +256,8 @@ class Server:
 
     def _banner(self, served: ServedModel) -> BannerFacts:
         warnings = [*self._launch.warnings, *access_warnings(self._settings)]
+        if self._demo is not None and self._demo.warning is not None:
+            warnings.append(self._demo.warning)
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:
@@ -248,7 +270,7 @@ class Server:
             context_limit=served.context_limit,
             server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
             proxy_url=self._proxy_url if self._proxy is not None else None,
-            is_demo=self._launch.is_demo,
+            demo=self._demo.kind if self._demo is not None else None,
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),
             disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),

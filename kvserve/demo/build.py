@@ -1,17 +1,14 @@
 """Builds one demo model as a Hugging Face folder: configuration, seeded weights, tokenizer, chat template.
 
-It joins the tables of this room and owns the folder on disk; it knows nothing of serving. A folder appears under its
-name only when it is complete, so a half-built one is never loaded.
+It joins the tables of this room; `folder.py` owns the folder on disk. It knows nothing of serving.
 """
 
 import hashlib
 import importlib
 import json
-import os
 import shutil
-import tempfile
-import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
 from kvserve.demo.families import FAMILIES, SLOW, TINY, Family, ModelScale
+from kvserve.demo.folder import make_folder
 from kvserve.demo.vision_families import VISION_FAMILIES, media_ids
 from kvserve.demo.vocabulary import Vocabulary, train, write_tokenizer
 from kvserve.demo.weights import Array, TokenRoles, draw_parameter
@@ -26,8 +24,6 @@ from kvserve.errors import ModelLoadError
 
 __all__ = ["FAMILIES", "SLOW", "TINY", "VISION_FAMILIES", "ModelScale", "build_digest", "build_model"]
 
-MARKER_NAME = "kvserve-demo.json"
-ABANDONED_AFTER_SECONDS = 3600
 ALL_FAMILIES = FAMILIES | VISION_FAMILIES
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 
@@ -78,97 +74,13 @@ def build_model(
     if family not in ALL_FAMILIES:
         raise ModelLoadError(f"There is no demo family {family!r}; there are {', '.join(ALL_FAMILIES)}.")
     recipe = Recipe(family, seed, scale, context_length, answer_tokens)
-    directory = directory.absolute()
-    digest = recipe.digest()
-    if _is_complete(directory, digest):
-        return directory
-    _refuse_foreign(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{directory.name}.building-"
-    _remove_abandoned(directory.parent, prefix)
-    building = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
-    try:
-        _write_folder(recipe, building)
-        _write_marker(building, digest)
-        _put_in_place(building, directory, digest)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return directory
+    return make_folder(directory, recipe.digest(), partial(_write_folder, recipe))
 
 
 def build_digest(family: str, **arguments: Any) -> str:
     """The digest that `build_model` would mark the folder with, given its keyword arguments."""
     defaults: dict[str, Any] = {"seed": 0, "scale": TINY, "context_length": 131072, "answer_tokens": 150}
     return Recipe(family, **(defaults | arguments)).digest()
-
-
-def _is_complete(directory: Path, digest: str) -> bool:
-    marker = _read_marker(directory)
-    if marker is None or marker.get("digest") != digest:
-        return False
-    sizes: dict[str, int] = marker["file_bytes"]
-    present = {path.name: path.stat().st_size for path in directory.iterdir()}
-    return all(present.get(name) == size for name, size in sizes.items())
-
-
-def _read_marker(directory: Path) -> dict[str, Any] | None:
-    try:
-        marker = json.loads((directory / MARKER_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return marker if isinstance(marker, dict) and isinstance(marker.get("file_bytes"), dict) else None
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """Never replace what somebody else put there."""
-    if directory.is_dir() and not any(directory.iterdir()):
-        return
-    if directory.exists() and not (directory / MARKER_NAME).is_file():
-        raise ModelLoadError(f"{directory} exists and is not a demo model of kvserve: give another folder.")
-
-
-def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove what builders left that were killed; a living one needs seconds, never an hour."""
-    for path in folder.iterdir():
-        if path.name.startswith(prefix) and _age_seconds(path) > ABANDONED_AFTER_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _age_seconds(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        # Its builder finished and removed it between the listing and here.
-        return 0.0
-
-
-def _write_marker(building: Path, digest: str) -> None:
-    sizes = {path.name: path.stat().st_size for path in sorted(building.iterdir())}
-    marker = {"digest": digest, "file_bytes": sizes}
-    (building / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-
-
-def _put_in_place(building: Path, directory: Path, digest: str) -> None:
-    """Rename the finished folder to its name; when another process was faster with the same recipe, keep its folder."""
-    # What is replaced moves below our own temporary folder first, which is removed in the end.
-    finished = building / "finished"
-    finished.mkdir()
-    for path in list(building.iterdir()):
-        if path != finished:
-            path.rename(finished / path.name)
-    while True:
-        try:
-            finished.rename(directory)
-            return
-        except OSError:
-            if _is_complete(directory, digest):
-                return
-            if not directory.is_dir():
-                raise
-        try:
-            directory.rename(building / f"replaced-{os.urandom(4).hex()}")
-        except FileNotFoundError:
-            continue
 
 
 def _write_folder(recipe: Recipe, building: Path) -> None:

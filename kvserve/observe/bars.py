@@ -128,7 +128,9 @@ class Bars:
             return ""
         percent = f"{100 * num_done // num_total if num_total else 100} %"
         if bar.unit == "bytes":
-            return f"{num_done / 1e9:.1f} of {num_total / 1e9:.1f} GB ({percent})"
+            scale, unit = (1e9, "GB") if num_total >= 1e9 else (1e6, "MB")
+            digits = 0 if 10e6 <= num_total < 1e9 else 1
+            return f"{num_done / scale:.{digits}f} of {num_total / scale:.{digits}f} {unit} ({percent})"
         seconds = self._monotonic() - bar.started_seconds
         num_computed = num_done - bar.num_first
         rate = num_computed / seconds if seconds > 0 and num_computed > 0 else None

@@ -9,9 +9,10 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -38,13 +39,18 @@ class BannerFacts:
     context_limit: int
     server_url: str
     proxy_url: str | None
-    is_demo: bool = False
+    demo: Literal["smollm2", "tiny"] | None = None
     needs_api_key: bool = False
     warnings: tuple[str, ...] = ()
     disk: str | None = None
     chat_template: str | None = None
     blas: str | None = None
 
+
+_DEMO_LINES = {
+    "smollm2": "! This is the demo: SmolLM2-135M-Instruct (Apache-2.0), a very small model that is often wrong.",
+    "tiny": "! This is the demo model: its weights are random and its answers noise. It shows that the server works.",
+}
 
 type TellBytes = Callable[[int, int], None]
 """Takes how many bytes are done, and of how many."""
@@ -76,10 +82,13 @@ class Terminal:
         for line in banner_lines(facts):
             self._write(line, "bold" if line.startswith("kvserve ") else "yellow" if line.startswith("!") else "")
 
+    def loading(self, model_name: str) -> AbstractContextManager[TellBytes]:
+        """Show that a model loads, for the length of the block."""
+        return self.working(f"loading {model_name}")
+
     @contextmanager
-    def loading(self, model_name: str) -> Iterator[TellBytes]:
-        """Show that a model loads, for the length of the block; until it is told of bytes the bar only moves."""
-        key = f"loading {model_name}"
+    def working(self, key: str) -> Iterator[TellBytes]:
+        """Show that this is done, for the length of the block; until it is told of bytes the bar only moves."""
         started = self._monotonic()
         outcome = "failed"
         self._guard(lambda: self._bars.start(key, printable(key), "bytes"))
@@ -190,9 +199,9 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     lines += [f"  blas    {printable(facts.blas)}"] if facts.blas is not None else []
     lines += [f"  prompts by {printable(facts.chat_template)}"] if facts.chat_template is not None else []
     lines += [f"  try     {curl_line(facts)}"]
-    if facts.is_demo:
+    if facts.demo is not None:
         lines += [
-            "! This is the demo model: its weights are random and its answers noise. It shows that the server works.",
+            _DEMO_LINES[facts.demo],
             "! For a real model set MODEL_PATH, in .env or the environment, to a model folder in Hugging Face format",
             "! or a hub name, and start without --demo.",
         ]
@@ -201,8 +210,11 @@ def banner_lines(facts: BannerFacts) -> list[str]:
 
 def curl_line(facts: BannerFacts) -> str:
     """A command that asks the server something, to be pasted into a shell where API_KEY is set if one is needed."""
-    body: dict[str, object] = {"model": facts.model_name, "messages": [{"role": "user", "content": "Hello"}]}
-    if facts.is_demo:
+    asked = "What is the capital of France?" if facts.demo == "smollm2" else "Hello"
+    body: dict[str, object] = {"model": facts.model_name, "messages": [{"role": "user", "content": asked}]}
+    if facts.demo == "smollm2":
+        body["temperature"] = 0  # so small a model knows several words to begin with, and goes on from each
+    if facts.demo == "tiny":
         body["max_tokens"] = 64  # noise has no end
     key = ' -H "Authorization: Bearer $API_KEY"' if facts.needs_api_key else ""
     url = f"{facts.proxy_url or facts.server_url}/v1/chat/completions"

@@ -11,13 +11,15 @@ import argparse
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 SHORT_NAME = 10
 """Letters of a name below which another letter makes another word: APP_KEY is not meant to be API_KEY."""
 
 MAX_EDITS = 2
 SIMILAR = 0.6
+
+DemoKind = Literal["smollm2", "tiny"]
 
 DISK_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--disk-cache", {"dest": "disk_cache_dir", "metavar": "DIR", "help": "where KV is kept (DISK_CACHE_DIR)"}),
@@ -29,8 +31,21 @@ DISK_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """They exclude each other."""
 
+DEMO_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--demo",
+        {
+            "nargs": "?",
+            "const": "smollm2",
+            "choices": get_args(DemoKind),
+            "help": "serve a small model that talks, fetched once (93 MB); tiny: one with random weights, no download",
+        },
+    ),
+    ("--demo-remove", {"action": "store_true", "help": "remove what --demo has fetched and made, and end"}),
+)
+"""They exclude each other."""
+
 FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--demo", {"action": "store_true", "help": "serve a tiny model with random weights, built on the spot"}),
     ("--model", {"dest": "model_path", "metavar": "PATH", "help": "model folder or hub name (MODEL_PATH)"}),
     (
         "--chat-template",
@@ -61,14 +76,13 @@ def parse_flags(argv: Sequence[str], also_known: Iterable[str] = ()) -> argparse
     parser = _Parser(
         prog="start_llm.py", description="Serve a local MLX model over HTTP, with LiteLLM in front.", allow_abbrev=False
     )
-    for flag, row in FLAGS:
-        parser.add_argument(flag, **row)
-    disk = parser.add_mutually_exclusive_group()
-    for flag, row in DISK_FLAGS:
-        disk.add_argument(flag, **row)
+    demo, disk = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    for group, rows in ((demo, DEMO_FLAGS), (parser, FLAGS), (disk, DISK_FLAGS)):
+        for flag, row in rows:
+            group.add_argument(flag, **row)
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise FlagError(_unknown(unknown[0], ["--help", *dict((*FLAGS, *DISK_FLAGS)), *also_known]))
+        raise FlagError(_unknown(unknown[0], ["--help", *dict((*DEMO_FLAGS, *FLAGS, *DISK_FLAGS)), *also_known]))
     return flags
 
 

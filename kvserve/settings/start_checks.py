@@ -14,19 +14,21 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvserve.errors import ModelLoadError, SettingError, StartupError
 from kvserve.settings.blas_files import refuse_absent_library
 from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
-from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
+from kvserve.settings.flags import SETTING_OF_FLAG, DemoKind, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
 from kvserve.settings.model_config import read_config
 from kvserve.settings.ports import error_of_binding, proxy_port_taken, refuse_unusable_address, somebody_listens
 from kvserve.settings.rule_policies import policies_in
 
-DEMO_MODEL_NAME = "kvserve-demo-qwen3"
+DEMO_NAMES: Mapping[DemoKind, str] = {"smollm2": "kvserve-demo-smollm2", "tiny": "kvserve-demo-qwen3"}
+"""Under which a demo model is served; its folder's name begins so."""
 LOOPBACK = "127.0.0.1"
 
 _HUB_PART = r"(?!.*(?:--|\.\.))\w(?:[\w.-]{0,94}\w)?"
@@ -47,13 +49,13 @@ def refuse_unusable(argv: Sequence[str], environ: Mapping[str, str], env_file: P
     env_text = read_text(env_file)
     # Of a text that only python-dotenv can read the names are not known: the start looks again.
     refuse_misspelt(values_in(env_text or "") or {}, env_file)
+    if flags.demo_remove:
+        return  # nothing is served
     refuse_model_of_demo(flags.demo, from_flags)
     settings = known_settings(from_flags, environ, env_text)
     if not flags.no_proxy and {"mlx_port", "proxy_port"} <= settings.keys():
         refuse_equal_ports(settings["mlx_port"], settings["proxy_port"])
-    refuse_unusable_start(
-        settings, is_demo=flags.demo, with_proxy=not flags.no_proxy, writes_kv=not flags.no_disk_cache
-    )
+    refuse_unusable_start(settings, demo=flags.demo, with_proxy=not flags.no_proxy, writes_kv=not flags.no_disk_cache)
 
 
 def refuse_misspelt(values: Mapping[str, Value], env_file: Path) -> None:
@@ -81,7 +83,9 @@ def known_settings(flags: Mapping[str, Any], environ: Mapping[str, str], env_tex
     return settings
 
 
-def refuse_unusable_start(settings: Mapping[str, Any], *, is_demo: bool, with_proxy: bool, writes_kv: bool) -> None:
+def refuse_unusable_start(
+    settings: Mapping[str, Any], *, demo: DemoKind | None, with_proxy: bool, writes_kv: bool
+) -> None:
     """Raises StartupError for the first setting whose value leads nowhere: what it names is looked up, what is to be
     written or listened on is tried. A setting that is not there is not known yet."""
     checks = (
@@ -90,8 +94,8 @@ def refuse_unusable_start(settings: Mapping[str, Any], *, is_demo: bool, with_pr
         (True, model_folders, ("model_folders",)),
         (sys.platform == "linux", refuse_absent_library, ("blas_library",)),
         (True, refuse_unusable_address, ("mlx_host", "mlx_port")),
-        (not is_demo, refuse_unusable_model, ("model_path",)),
-        (is_demo, _refuse_demo_nowhere, ("state_dir",)),
+        (demo is None, refuse_unusable_model, ("model_path",)),
+        (True, partial(_refuse_demo_nowhere, demo), ("state_dir",)),
         (writes_kv, refuse_unusable_folder, ("disk_cache_dir",)),
         (with_proxy, _refuse_proxy_nowhere, ("proxy_port", "state_dir")),
         (with_proxy, _refuse_unusable_proxy_port, ("proxy_port", "state_dir")),
@@ -104,10 +108,10 @@ def refuse_unusable_start(settings: Mapping[str, Any], *, is_demo: bool, with_pr
 # --- what contradicts itself ------------------------------------------------------------------------------------------
 
 
-def refuse_model_of_demo(is_demo: bool, from_flags: Mapping[str, object]) -> None:
+def refuse_model_of_demo(demo: DemoKind | None, from_flags: Mapping[str, object]) -> None:
     """Raises SettingError where both are asked for."""
-    if is_demo and "model_path" in from_flags:
-        raise SettingError("--model", from_flags["model_path"], "no model together with --demo, which builds its own")
+    if demo is not None and "model_path" in from_flags:
+        raise SettingError("--model", from_flags["model_path"], "no model together with --demo, which has its own")
 
 
 def refuse_equal_ports(mlx_port: int, proxy_port: int) -> None:
@@ -124,9 +128,14 @@ def refuse_unusable_folder(folder: Path) -> None:
     _refuse_unwritable(folder, "DISK_CACHE_DIR (--disk-cache)", folder, "; --no-disk-cache keeps everything in RAM")
 
 
-def _refuse_demo_nowhere(state_dir: Path) -> None:
-    """Raises SettingError where the demo model is not there and cannot be built."""
-    if not os.path.lexists(state_dir / DEMO_MODEL_NAME):
+def _refuse_demo_nowhere(demo: DemoKind | None, state_dir: Path) -> None:
+    """Raises SettingError where a demo model is to be served that is not there and cannot be made."""
+    if demo is None:
+        return
+    there: list[str] = []
+    with contextlib.suppress(OSError):
+        there = os.listdir(state_dir)
+    if not any(name.startswith(DEMO_NAMES[demo]) for name in there):
         _refuse_unwritable(state_dir, "STATE_DIR", state_dir, ", for the demo model")
 
 

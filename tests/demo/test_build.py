@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvserve.demo import build
-from kvserve.demo.build import FAMILIES, MARKER_NAME, build_digest, build_model
+from kvserve.demo.build import FAMILIES, build_digest, build_model
+from kvserve.demo.folder import MARKER_NAME
 from kvserve.errors import ModelLoadError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -41,7 +41,7 @@ class Stage:
             self.clear()
             self._num_started += 1
             folder = self._folder / f"{kind}-{self._num_started}"
-            self._kind, self._server = kind, ServerProcess(folder, "--demo", **KINDS[kind])
+            self._kind, self._server = kind, ServerProcess(folder, "--demo=tiny", **KINDS[kind])
             self._server.wait_until_proxy_ready()
         return self._server
 

@@ -160,7 +160,7 @@ def scripted_server(folder: Path, model: Path) -> Iterator[ScriptedServer]:
     values |= {"state_dir": folder / "state", "log_root": folder / "logs", "disk_cache_dir": folder / "kv"}
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]
     screen = io.StringIO()
-    app = Server(Launch(settings, False, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
+    app = Server(Launch(settings, None, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
     server = ScriptedServer(app, model, proxy_port, folder / "logs", screen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvserve.requests.serve, "build_grammar", server.build_grammar)

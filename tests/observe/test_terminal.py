@@ -89,9 +89,19 @@ def test_the_curl_line_survives_a_shell() -> None:
 
 def test_the_demo_says_that_its_weights_are_random() -> None:
     """And what to set for a real model."""
-    text = "\n".join(banner_lines(replace(BANNER, is_demo=True)))
+    text = "\n".join(banner_lines(replace(BANNER, demo="tiny")))
     assert "random" in text
     assert "MODEL_PATH" in text
+
+
+def test_the_demo_that_talks_names_its_licence_and_is_asked_something() -> None:
+    """It does not pass for random, nor for a large model."""
+    facts = replace(BANNER, demo="smollm2")
+    text = "\n".join(banner_lines(facts))
+    assert "SmolLM2-135M-Instruct (Apache-2.0)" in text and "often wrong" in text and "random" not in text
+    body = json.loads(shlex.split(curl_line(facts))[-1])
+    assert "capital of France" in body["messages"][0]["content"] and "max_tokens" not in body
+    assert body["temperature"] == 0
 
 
 def test_a_banner_line_is_never_wrapped(plain: Screen) -> None:
@@ -259,6 +269,15 @@ def test_several_live_bars_share_the_screen(live: Screen) -> None:
     live.terminal.prefill(other, 0, 10000)
     live.terminal.prefill_done(other)
     live.terminal.prefill_done(other)
+
+
+def test_what_has_less_than_a_gigabyte_is_told_in_megabytes(plain: Screen) -> None:
+    """Fetching and converting the demo's model."""
+    with plain.terminal.working("fetching it") as tell:
+        tell(9_300_000, 93_000_000)
+        plain.seconds = 6.0
+        tell(46_500_000, 93_000_000)
+    assert "fetching it: 46 of 93 MB (50 %)" in plain.lines
 
 
 def test_loading_says_when_it_is_done(plain: Screen) -> None:

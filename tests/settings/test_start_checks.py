@@ -21,7 +21,7 @@ from kvserve.errors import ModelLoadError, StartupError
 from kvserve.settings.kinds import DEFAULTS, KINDS
 from kvserve.settings.rule_policies import SETTABLE
 from kvserve.settings.start_checks import (
-    DEMO_MODEL_NAME,
+    DEMO_NAMES,
     known_settings,
     local_folder,
     refuse_unusable,
@@ -31,7 +31,7 @@ from kvserve.settings.start_checks import (
 from tests.laws import num_examples
 from tests.proxy.stubs import free_port
 
-FLAGS = ("--demo", "--no-disk-cache", "--no-proxy", "--port=0")
+FLAGS = ("--demo=tiny", "--no-disk-cache", "--no-proxy", "--port=0")
 """With them nothing but values can be refused, of every setting but the port."""
 ODD = ("abc", "-1", "0", "99999", "nan", "1.5", "maybe", "AUTO", "*", "8", "~nosuchuser/x", "a=b", "")
 
@@ -82,7 +82,7 @@ def launched(argv: Sequence[str], environ: Mapping[str, str], text: str = "") ->
     try:
         refuse_unusable_start(
             dict(launch.settings),
-            is_demo=launch.is_demo,
+            demo=launch.demo,
             with_proxy=launch.with_proxy,
             writes_kv=launch.disk_cache != "off",
         )
@@ -328,8 +328,19 @@ def test_state_that_cannot_be_written_is_refused_to_those_who_write_it(folder: P
     assert late(["--demo", "--no-proxy"], environ) == said
     assert early(["--no-proxy"], environ) == ""
     (folder / "state").mkdir()
-    (folder / "state" / DEMO_MODEL_NAME).symlink_to(folder)
+    (folder / "state" / DEMO_NAMES["smollm2"]).symlink_to(folder)
     assert early(["--demo", "--no-proxy"], usable(folder)) == ""
+    assert early(["--demo", "tiny", "--no-proxy"], usable(folder)) == ""
+
+
+def test_to_remove_the_demo_needs_nothing_that_a_server_needs(folder: Path) -> None:
+    """No port, no model; a server may run meanwhile. It is asked for alone."""
+    (folder / "file").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = usable(folder, MLX_PORT=str(holder.getsockname()[1]), STATE_DIR=str(folder / "file"), MODEL_PATH="./x")
+        assert early(["--demo-remove"], taken) == ""
+    for argv in (["--demo", "--demo-remove"], ["--demo", "large"]):
+        assert early(argv, usable(folder)) == late(argv, usable(folder)) != ""
 
 
 def test_traces_that_cannot_be_written_stop_no_start(folder: Path) -> None:
