@@ -1,11 +1,17 @@
 """Who may enter, by number and by bytes."""
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS, Budget
+from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS, Admission, Budget
+from kvserve.engine.kv_buffers import num_slots
 from kvserve.engine.model import KvSize
+from kvserve.engine.rows import Row
 from kvserve.errors import MemoryExhausted
 
 BUDGET = Budget(max_rows=3, max_bytes=1000, sizes=KvSize(fixed=100, per_token=1))
@@ -63,3 +69,26 @@ def test_the_longest_row_fits_and_the_next_one_does_not(max_bytes: int, at_most:
     most = budget.most_tokens(at_most)
     assert most == at_most or not budget.can_ever_hold(most + 1)
     assert most < 0 or budget.can_ever_hold(most)
+
+
+@dataclass(frozen=True)
+class LongRow:
+    """A row of which memory and places are counted; its prompt has 300 tokens."""
+
+    num_tokens: int
+    was_put_back: bool = True
+    request: Any = field(default_factory=lambda: SimpleNamespace(prompt=[1] * 300, max_tokens=10**6), compare=False)
+
+
+@pytest.mark.parametrize("is_longer", [False, True])
+def test_a_row_that_was_put_back_is_counted_with_the_room_of_its_buffers(is_longer: bool) -> None:
+    """What outgrew its allowance gets a buffer with room to grow when it enters again: counted by its tokens it would
+    enter, and be put back at once, without end."""
+    again = LongRow(300 + ANSWER_ALLOWANCE_TOKENS + is_longer)
+    decoding: list[Row] = []
+    pool: Any = SimpleNamespace(rows=lambda: decoding, padding_bytes=lambda: 0.0, state_bytes=0)
+    admission = Admission(Budget(3, 10_000, KvSize(fixed=0, per_token=1)), cast(Any, None), pool)
+    counted = num_slots(again.num_tokens) if is_longer else again.num_tokens
+    assert admission.padding_left([cast(Row, again)]) == 10_000 - counted
+    decoding.append(cast(Row, again))
+    assert admission.padding_left(decoding) == 10_000 - again.num_tokens
