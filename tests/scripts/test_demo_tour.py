@@ -1,6 +1,7 @@
 """The tour against a real server: each step shows what was reused, and why not more."""
 
 import re
+import socket
 
 import pytest
 
@@ -37,5 +38,7 @@ def test_the_tour_starts_a_server_of_its_own_and_ends_it() -> None:
     reused = [int(number) for number in re.findall(r"prompt, (\d+) reused", done.stdout)]
     assert len(reused) == 4 and reused[0] == 0 and reused[2] > reused[1] and 0 < reused[3] < reused[2]
     assert re.search(r"http://127\.0\.0\.1:\d+/dashboard", done.stdout)
-    failed = run_script("demo_tour.py", "--demo", kind, "--port=1", "--no-wait")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failed = run_script("demo_tour.py", "--demo", kind, f"--port={port}", "--no-wait")
     assert failed.returncode == 2 and "the server did not start" in failed.stderr and "MLX_PORT" in failed.stderr
