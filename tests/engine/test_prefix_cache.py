@@ -377,9 +377,9 @@ def test_the_tier_is_never_above_its_budget(
     engine: Engine, family: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for a moment, though live rows stand on more than fits: the rest is not kept, and no token changes."""
-    prompts = [prompt_of(240, seed) for seed in range(3)]
+    prompts = [prompt_of(400, seed) for seed in range(3)]
     alone = [cold(engine, prompt, 8) for prompt in prompts]
-    max_bytes, peak = int(share * engine.wait_until_ready().sizes.held(240)), 0
+    max_bytes, peak = int(share * engine.wait_until_ready().sizes.held(400)), 0
     put = RamTier.put
 
     def watched(tier: RamTier, *arguments: Any) -> None:
