@@ -15,7 +15,7 @@ from tests.prompt.samples import byte_level_backend, sentencepiece_backend, toke
 from tests.prompt.turns import FAMILIES, family
 
 MARK = "<|mark|>"
-PRIVATE = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
+PRIVATE = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"
 """In a rendered text they are the server's own, whatever clients send (tests/test_control_tokens.py)."""
 
 
