@@ -199,13 +199,8 @@ class Server:
             return
         self.is_fetching = self._launch.demo == "smollm2"
         try:
-            self._demo = demo_model(
-                self._launch.demo,
-                self._settings.state_dir,
-                self._launch.environment,
-                self._terminal,
-                is_fast=self._blas is not None,
-            )
+            folder, environment, is_fast = self._settings.state_dir, self._launch.environment, self._blas is not None
+            self._demo = demo_model(self._launch.demo, folder, environment, self._terminal, is_fast=is_fast)
         finally:
             self.is_fetching = False
 
