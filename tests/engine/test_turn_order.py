@@ -4,7 +4,6 @@ the tests' own."""
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,29 @@ from tests.engine.engines import collect, generate, held, prompt_of, request, ru
 from tests.laws import sampled
 
 SHARED = prompt_of(400)
+
+
+class PassedTime:
+    """Stands for `time` where only what is told to take time does; `done` says what did, in order."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.done: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def taking(self, seconds: float, what: str, real: Any) -> Any:
+        """The real one, which takes so long."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.now += seconds
+            self.done.append(what)
+            return real(*arguments, **named)
+
+        return call
 
 
 def order_of_chunks(patch: pytest.MonkeyPatch, before: Callable[[], None]) -> list[str]:
@@ -139,93 +161,63 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
     share: float, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E11: a chunk takes a quarter of a second and a step a quarter of that: it was one step for each chunk."""
-    now, done = 0.0, list[str]()
+    clock = PassedTime()
     step_group, step = DecodePool._step_group, Prefill.step
 
-    def taking(seconds: float, what: str, real: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            nonlocal now
-            now += seconds
-            done.append(what)
-            return real(*arguments)
-
-        return call
-
     with running_engine(prefill_step_size=64, stream_share=share) as engine:
-        clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
         for module in (scheduler_module, prefill_module):  # no rate of prefill is known: chunks take no time there
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
+        monkeypatch.setattr(DecodePool, "_step_group", clock.taking(0.0625, "step", step_group))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
         with held(engine):
-            monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
+            monkeypatch.setattr(Prefill, "step", clock.taking(0.25, "chunk", step))
             long = engine.submit(request(prompt_of(1000, 1), 1))
         collect(long)
         running.cancel()
-    first, last = done.index("chunk"), len(done) - 1 - done[::-1].index("chunk")
-    between = "".join("c" if what == "chunk" else "s" for what in done[first : last + 1])
+    first, last = clock.done.index("chunk"), len(clock.done) - 1 - clock.done[::-1].index("chunk")
+    between = "".join("c" if what == "chunk" else "s" for what in clock.done[first : last + 1])
     assert between.count("c") >= 1000 // 64
     assert {len(steps) for steps in between.strip("c").split("c") if steps} == {num_steps}
 
 
 def test_a_stream_has_the_share_of_a_long_prompts_last_chunk_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 tokens in a quarter of a second and 7 at the end, for which a step takes a sixteenth of a second twice."""
-    now, done = 0.0, list[str]()
+    clock = PassedTime()
     compute, step_group = Prefill._compute, DecodePool._step_group
 
-    def taking(seconds: float, what: str, real: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            nonlocal now
-            now += seconds
-            done.append(what)
-            return real(*arguments)
-
-        return call
-
     with running_engine(prefill_step_size=64) as engine:
-        clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
         for module in (scheduler_module, prefill_module):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "s", step_group))
-        monkeypatch.setattr(Prefill, "_compute", taking(0.25, "c", compute))
+        monkeypatch.setattr(DecodePool, "_step_group", clock.taking(0.0625, "s", step_group))
+        monkeypatch.setattr(Prefill, "_compute", clock.taking(0.25, "c", compute))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
         long = engine.submit(request(prompt_of(200, 1), 1))
         collect(long)
         running.cancel()
-    between = "".join(done).strip("s").split("c")
+    between = "".join(clock.done).strip("s").split("c")
     assert [len(steps) for steps in between if steps][-3:] == [4, 4, 6]
 
 
 def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes as long as a chunk where a prompt is long, and streams stand still for it."""
-    now, done = 0.0, list[str]()
+    clock = PassedTime()
     enter, step_group, step = PrefixCache.enter, DecodePool._step_group, Prefill.step
 
-    def taking(seconds: float, what: str, real: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal now
-            now += seconds
-            done.append(what)
-            return real(*arguments, **named)
-
-        return call
-
     with running_engine(prefill_step_size=64) as engine:
-        clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
         for module in (scheduler_module, prefill_module):  # no rate of prefill is known: chunks take no time there
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
+        monkeypatch.setattr(DecodePool, "_step_group", clock.taking(0.0625, "step", step_group))
         running = engine.submit(request(prompt_of(20), 100_000))
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
         with held(engine):
-            monkeypatch.setattr(PrefixCache, "enter", taking(1.0, "restored", enter))
-            monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
+            monkeypatch.setattr(PrefixCache, "enter", clock.taking(1.0, "restored", enter))
+            monkeypatch.setattr(Prefill, "step", clock.taking(0.25, "chunk", step))
             long = engine.submit(request(prompt_of(100, 1), 1))
         collect(long)
         running.cancel()
-    between = done[done.index("restored") : done.index("chunk")]
+    between = clock.done[clock.done.index("restored") : clock.done.index("chunk")]
     assert between == ["restored", *["step"] * 16]
 
 
