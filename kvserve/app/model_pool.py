@@ -124,6 +124,12 @@ class ModelPool:
     # --- what is here -------------------------------------------------------------------------------------------------
 
     @property
+    def is_running(self) -> bool:
+        """Whether a thread of any engine goes on."""
+        with self._lock:
+            return any(engine.is_running for engine in self._swap.engines())
+
+    @property
     def loaded(self) -> ServedModel:
         """The model that answers now. Raises NotReady while there is none."""
         loaded = self.status().loaded

@@ -7,6 +7,7 @@ It joins rooms per process, with `server.py`, which it imports only once there i
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -55,11 +56,16 @@ def main(argv: Sequence[str], preloading: Preloading = NOTHING_PRELOADED) -> int
         return 1
     _on_signals(stopping, app)
     try:
-        return _serve(app, stopping, terminal)
+        code = _serve(app, stopping, terminal)
     except _AtOnce as signalled:
         terminal.error(app.abandoned())
         # Threads that write or compute are not waited for; LiteLLM ends by itself once this process is gone.
         os._exit(128 + signalled.number)
+    if app.is_computing:
+        # A thread in MLX's code would meet what the end of the interpreter takes away, and crash.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _launch(argv: Sequence[str], preloading: Preloading) -> Launch:

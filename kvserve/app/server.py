@@ -170,6 +170,11 @@ class Server:
         if is_told:
             self._terminal.stopped(self._num_unwritten_bytes)
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a pass or a load has outlasted `stop`."""
+        return self._pool.is_running
+
     def abandoned(self) -> str:
         """What is lost when the process ends now."""
         if num_bytes := self._num_unwritten_bytes:
@@ -179,8 +184,7 @@ class Server:
     @property
     def _num_unwritten_bytes(self) -> int:
         """What the end was to write to disk and has not."""
-        flushed = [each.engine.flushed_bytes for each in self._pool.known()]
-        return sum(num_bytes - num_done for num_done, num_bytes in flushed)
+        return sum(all_ - done for done, all_ in (each.engine.flushed_bytes for each in self._pool.known()))
 
     @property
     def port(self) -> int:

@@ -251,6 +251,11 @@ class Engine:
         return min(flush.num_written_bytes(), flush.num_bytes), flush.num_bytes
 
     @property
+    def is_running(self) -> bool:
+        """Whether the thread loads, computes or writes: after `stop` only where a pass or a load outlasts the wait."""
+        return self._thread.is_alive()
+
+    @property
     def has_ended(self) -> bool:
         """Whether the thread has run and is over: nothing of the model is left in it."""
         return self._thread.ident is not None and not self._thread.is_alive()
