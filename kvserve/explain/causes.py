@@ -311,7 +311,8 @@ CAUSES: tuple[CauseRow, ...] = (
         "new conversation",
         lambda facts: facts.is_new,
         None,
-        "No earlier request of this conversation is known; a common beginning was reused{checkpoint}.",
+        "No earlier request of this conversation is known: only a beginning that it shares with others can be reused"
+        "{checkpoint}.",
     ),
     CauseRow(
         "new prompt",
