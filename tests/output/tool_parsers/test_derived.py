@@ -86,6 +86,15 @@ def test_no_cut_matters_and_nothing_is_lost(name: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("before", ["Say ", "```json\n"])
+def test_a_call_without_a_tag_is_one_only_where_the_answer_begins(before: str) -> None:
+    """Behind words it is an example that the model shows, and stays as it was written."""
+    call = '{"name": "now", "parameters": {}}'
+    shown = split([before + call], FORMATS["bare"])
+    assert not shown.calls and call in shown.content
+    assert [called for _, called, _ in split([call], FORMATS["bare"]).calls] == ["now"]
+
+
 @given(schemas, st.sampled_from(sorted(ROWS)), st.booleans())
 @settings(max_examples=num_examples(15), deadline=None)
 def test_no_schema_of_a_tool_that_is_not_strict_refuses_a_request(
