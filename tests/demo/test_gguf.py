@@ -169,6 +169,20 @@ def test_texts_have_the_tokens_that_transformers_gives_them(
     assert loaded.decode(ids, skip_special_tokens=True) == reference.decode(ids, skip_special_tokens=True)
 
 
+def test_digits_stay_apart_whatever_the_vocabulary_could_merge(
+    reference: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The model was taught each digit by itself."""
+    metadata = metadata_of(reference, SHAPE)
+    for name, value in (("tokens", "20"), ("token_type", 1), ("merges", "2 0")):
+        metadata[f"tokenizer.ggml.{name}"] = [*metadata[f"tokenizer.ggml.{name}"], value]
+    write_gguf(tmp_path / "m.gguf", metadata, {"output_norm.weight": ((4,), 0)})
+    write_tokenizer(read_gguf(tmp_path / "m.gguf")[1], tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_tokens_to_ids("20") == len(metadata["tokenizer.ggml.tokens"]) - 1
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("2020")) == ["2", "0", "2", "0"]
+
+
 def test_the_template_writes_what_transformers_writes(
     reference: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFast
 ) -> None:
