@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvserve import __version__
@@ -146,6 +147,7 @@ class Server:
             served = self._pool.start(Catalogue(default, names, disk), stopping)
         if served is None:
             return
+        self._terminal.ready("kvserve", self._url)
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
 
@@ -224,14 +226,13 @@ class Server:
             backend_model_id=self._model_name,
             secret=self._proxy_secret,
         )
-        url = self._proxy_url
-        self._proxy = LitellmProxy(
-            settings,
-            self._launch.environment,
-            self._terminal.note,
-            on_ready=lambda: self._terminal.note(f"LiteLLM is ready: {url}"),
-        )
+        tell_ready = partial(self._terminal.ready, "LiteLLM", self._proxy_url)
+        self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note, on_ready=tell_ready)
         self._proxy.start()
+
+    @property
+    def _url(self) -> str:
+        return f"http://{url_host(self._settings.mlx_host)}:{self._server.port}"
 
     @property
     def _proxy_url(self) -> str:
@@ -263,7 +264,7 @@ class Server:
             version=__version__,
             model_name=served.name,
             context_limit=served.context_limit,
-            server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
+            server_url=self._url,
             proxy_url=self._proxy_url if self._proxy is not None else None,
             demo=self._demo.kind if self._demo is not None else None,
             needs_api_key=self._settings.api_key is not None,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,7 @@ def test_one_that_is_refused_is_told_and_the_next_one_taken(tmp_path: Path, monk
         preload_blas([], {}, tmp_path / ".env")
     left = json.loads(restarts[0][SENTINEL])
     assert (left["path"], left["warnings"]) == (str(good), [f"{bad} is not used: it is bad."])
+    assert left["began_at"] == Preloading().began_at <= time.monotonic()
     found = preload_blas([], {"BLAS_LIBRARY": str(bad)}, tmp_path / ".env")
     assert "it is bad" in str(found.refused) and len(restarts) == 1
     monkeypatch.setattr(os, "execve", too_long)
@@ -224,7 +226,8 @@ def restarts_of(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_the_environment_comes_back_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
-    """What was set by hand holds meanwhile: another library that is preloaded, numbers of threads."""
+    """What was set by hand holds meanwhile: another library that is preloaded, numbers of threads. When the first start
+    began comes along."""
     library = tmp_path / "blas.so"
     library.touch()
     given = {**environ, "BLAS_LIBRARY": str(library)}
@@ -238,8 +241,9 @@ def test_the_environment_comes_back_as_it_was(
     assert meanwhile["OPENBLAS_NUM_THREADS"] == environ.get("OPENBLAS_NUM_THREADS", cores)
     assert meanwhile["BLIS_NUM_THREADS"] == cores
     assert meanwhile["MKL_THREADING_LAYER"] == environ.get("MKL_THREADING_LAYER", "SEQUENTIAL")
+    meanwhile[SENTINEL] = json.dumps({**json.loads(meanwhile[SENTINEL]), "began_at": 12.5})
     told = preload_blas([], meanwhile, tmp_path / ".env")
-    assert meanwhile == given and len(restarts) == 1
+    assert meanwhile == given and len(restarts) == 1 and told.began_at == 12.5
     assert told.warnings == (f"{library} passed its trial and was not preloaded all the same.",)
 
 
@@ -375,3 +379,13 @@ def test_a_server_with_a_library_says_so_and_answers(library: Path, tmp_path: Pa
         assert f"  blas    OpenBLAS 9.8.7 ({library})" in server.screen.splitlines()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SECONDS) == 0
+
+
+def test_another_build_under_the_same_name_is_told_from_it(tmp_path: Path) -> None:
+    """By its file, where it has one that can be looked at."""
+    found = Blas("OpenBLAS 0.3.21", str(tmp_path / "blas.so"))
+    builds = [found.build]
+    for text in ("one", "other"):
+        (tmp_path / "blas.so").write_text(text)
+        builds += [found.build]
+    assert len(set(builds)) == 3 and all(build.startswith(f"OpenBLAS 0.3.21 {found.path}") for build in builds)
