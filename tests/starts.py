@@ -20,7 +20,7 @@ from kvserve.app import model_swap
 from kvserve.core import SamplingParams
 from kvserve.engine import engine_start
 from kvserve.engine.kv_buffers import flat_caches
-from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.model import CacheSupport, LoadedModel, Looking
 from kvserve.engine.model_files import file_stamps
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
@@ -44,12 +44,12 @@ _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_c
 _probed = template._probed
 
 
-def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
+def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION, *look: Looking) -> LoadedModel:
     stamps = (folder, *sorted(file_stamps(folder).items()))  # sizes, times and places of all files
     if stamps not in _fingerprints:
         _fingerprints[stamps] = fingerprint_of(folder)
     _loading.model = (_fingerprints[stamps], kv)
-    return _load(folder, max_kv_size, kv)
+    return _load(folder, max_kv_size, kv, *look)
 
 
 def _check_caches_once(model: LoadedModel) -> CacheSupport:

@@ -103,6 +103,7 @@ class Server:
             records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),
+            blas=self._blas.build if self._blas is not None else "",
         )
         self._pool = ModelPool(
             factory,

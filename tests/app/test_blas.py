@@ -18,6 +18,7 @@ from kvserve.app import blas
 from kvserve.app.blas import SENTINEL, Blas, Preloading, active_blas, fault_of, preload_blas, usable_cores
 from kvserve.app.process import main
 from kvserve.errors import SettingError
+from kvserve.prompt.tokenizer import load_tokenizer
 from kvserve.settings.blas_files import how_to_install, library_files, refuse_absent_library
 from kvserve.settings.kinds import KINDS
 from tests.app.fake_blas import fake_blas
@@ -360,12 +361,17 @@ def test_the_process_is_the_same_with_the_library_and_hands_nothing_on(library: 
 
 
 def test_health_and_banner_name_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its version; without one they say nothing of it."""
+    """With its version; without one they say nothing of it. An engine is told which file it is: what was found out of a
+    model with another one does not count."""
     with unstarted_app(tmp_path / "none") as under_test:
         assert under_test.app.health()[1]["blas"] is None
     monkeypatch.setattr(kvserve.app.server, "active_blas", lambda: Blas("OpenBLAS 9.8.7", "/x/libopenblas.so.0"))
     with unstarted_app(tmp_path / "one") as under_test:
         assert under_test.app.health()[1]["blas"] == "OpenBLAS 9.8.7"
+        factory, folder = under_test.app._pool._factory, tiny_model("qwen3")
+        factory.described[folder] = {}
+        engine = factory._new_engine(folder, load_tokenizer(folder))
+        assert engine._settings.blas == "OpenBLAS 9.8.7 /x/libopenblas.so.0"
 
 
 @pytest.mark.long
