@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,9 @@ well, which takes a third of a second. Here nothing is frozen, so what a model l
 
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
 _probed = template._probed
+_surroundings = engine_start.surroundings
+_surroundings_once = cache(_surroundings)
+"""The files of the libraries are looked through once: there are four thousand."""
 
 
 def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION, *look: Looking) -> LoadedModel:
@@ -88,6 +92,8 @@ def remembered_starts() -> Iterator[None]:
             patch.setattr(engine_start, "load", _load_and_note)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
             patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
+        if engine_start.surroundings is _surroundings:
+            patch.setattr(engine_start, "surroundings", _surroundings_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
         if not IS_FULL:

@@ -15,9 +15,10 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.leaf_forms import LeafForm, is_known
 from kvserve.engine.model import CacheSupport, KvSize, LoadedModel, Probed
 from kvserve.engine.model_digest import ModelDigest
-from kvserve.engine.model_files import CACHES_FILE, stamp_of
+from kvserve.engine.model_files import CACHES_FILE
 from kvserve.engine.quantised import KvSettings
 
 FORMAT = 1
@@ -49,16 +50,31 @@ _writing = threading.Lock()
 """Of this process; what another one's takes away is looked at once more."""
 
 
-def surroundings(kv: KvSettings, blas: str) -> dict[str, str]:
-    """The part of a key that no model has. `blas`: what stands before the wheel's, "" where nothing does."""
+def surroundings(kv: KvSettings, blas: str) -> dict[str, str] | None:
+    """The part of a key that no model has; None where it cannot be told what computes: its files were replaced since
+    the first load, and what this process has imported is of before. `blas`: what stands before the wheel's, "" where
+    nothing does."""
+    try:
+        code = _code(PACKAGES)
+        if code != _code_at_first(PACKAGES):
+            return None
+    except OSError:  # they are just being replaced
+        return None
     device = mx.device_info()
     names = (device.get("architecture"), device.get("device_name"))
     return {
-        "mlx, mlx-lm, mlx-vlm or kvserve": _digest([_stamps(package) for package in PACKAGES]),
+        "mlx, mlx-lm, mlx-vlm or kvserve": code,
         "the machine": json.dumps([platform.platform(), platform.python_version(), str(mx.default_device()), *names]),
         "the BLAS": blas,
         "KV_BITS or what goes with it": json.dumps(asdict(kv)),
     }
+
+
+def _code(packages: Sequence[str]) -> str:
+    return _digest([_stamps(package) for package in packages])
+
+
+_code_at_first = cache(_code)
 
 
 def _stamps(package: str) -> list[tuple[str, int, int, int]]:
@@ -75,8 +91,10 @@ def _below(folder: str, name: str) -> Iterator[tuple[str, int, int, int]]:
             continue  # follows from the sources, and comes with their first use
         if entry.is_dir():
             yield from _below(entry.path, f"{name}/{entry.name}")
-        elif (stamp := stamp_of(Path(entry.path))) is not None:
-            yield f"{name}/{entry.name}", stamp.num_bytes, stamp.mtime_ns, stamp.ctime_ns
+            continue
+        with suppress(FileNotFoundError):  # a link that leads nowhere
+            found = entry.stat()
+            yield f"{name}/{entry.name}", found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +212,12 @@ class Look:
     """The look at one model, for one load of it: `probed` while it is loaded, `support` when it is, `remember` when its
     start has come through. Belongs to the engine thread."""
 
-    def __init__(self, memory: CachesSeen | None, digest: ModelDigest, folder: Path, around: LookKey) -> None:
-        """Without a `memory` nothing is found and nothing remembered. `around`: see `surroundings`."""
-        self._memory = memory
+    def __init__(self, memory: CachesSeen | None, digest: ModelDigest, folder: Path, around: LookKey | None) -> None:
+        """Without a `memory`, or `surroundings`, nothing is found and nothing remembered."""
+        self._memory = memory if around is not None else None
         self._digest = digest
         self._folder = folder
-        self._around = around
+        self._around = around or {}
         self._build = ""
         self._probed: Probed | None = None
         self._found: Seen | None = None

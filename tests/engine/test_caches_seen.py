@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from kvserve.engine import caches_seen, checked_file, engine_start, model_digest
 from kvserve.engine import model as model_module
-from kvserve.engine.caches_seen import REFRESH_SECONDS, UNUSED_SECONDS, CachesSeen, Look, Seen, surroundings
+from kvserve.engine.caches_seen import REFRESH_SECONDS, UNUSED_SECONDS, CachesSeen, Look, LookKey, Seen, surroundings
 from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.leaf_forms import LeafForm
@@ -133,37 +132,63 @@ def test_a_place_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch
 # --- the key ----------------------------------------------------------------------------------------------------------
 
 
-def test_whatever_computes_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of a library that is changed by hand or under the same version, the device, the system, the BLAS, each
-    setting of quantised KV. What Python makes of the sources is not."""
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What computes, in the place of the libraries."""
     package = tmp_path / "computes"
     (package / "deep" / "__pycache__").mkdir(parents=True)
     (package / "deep" / "cache.py").write_text("one")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(caches_seen, "PACKAGES", ("computes",))
-    was = surroundings(FULL_PRECISION, "")
-    assert surroundings(FULL_PRECISION, "") == was
+    caches_seen._code_at_first.cache_clear()
+    return package
+
+
+def test_whatever_computes_is_part_of_the_key(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a library that is changed by hand or under the same version, the device, the system, the BLAS, each
+    setting of quantised KV. What Python makes of the sources is not."""
+
+    def key(kv: KvSettings = FULL_PRECISION, blas: str = "") -> str:
+        """In another process."""
+        caches_seen._code_at_first.cache_clear()
+        return json.dumps(surroundings(kv, blas))
+
+    was = key()
     (package / "deep" / "__pycache__" / "cache.pyc").touch()
-    assert surroundings(FULL_PRECISION, "") == was
+    (package / "deep" / "nowhere").symlink_to("gone")
+    assert key() == was
     settings_of_kv = (
         KvSettings(bits=4),
         KvSettings(bits=8),
         KvSettings(bits=4, start=9),
         KvSettings(bits=4, group_size=32),
     )
-    keys = [surroundings(each, "") for each in settings_of_kv]
-    keys += [surroundings(FULL_PRECISION, "OpenBLAS")]
+    keys = [*map(key, settings_of_kv), key(blas="OpenBLAS")]
     with monkeypatch.context() as patch:
         patch.setattr(mx, "device_info", lambda: {"architecture": "other"})
-        keys += [surroundings(FULL_PRECISION, "")]
+        keys += [key()]
     with monkeypatch.context() as patch:
         patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-        keys += [surroundings(FULL_PRECISION, "")]
+        keys += [key()]
     change_byte(package / "deep" / "cache.py", 0)
-    keys += [surroundings(FULL_PRECISION, "")]
+    keys += [key()]
     (package / "more.py").touch()
-    keys += [surroundings(FULL_PRECISION, "")]
-    assert len({json.dumps(key) for key in (was, *keys)}) == 1 + len(keys)
+    keys += [key()]
+    assert len({was, *keys}) == 1 + len(keys) and "null" not in keys
+
+
+def test_code_that_was_replaced_under_a_process_has_no_key(package: Path, starts: "Starts") -> None:
+    """What it has imported is of before, and what it imports from now on is not: nothing is remembered or found, until
+    the next start."""
+    starts.start()
+    was = surroundings(FULL_PRECISION, "")
+    change_byte(package / "deep" / "cache.py", 0)
+    assert was is not None and surroundings(FULL_PRECISION, "") is None
+    for _ in range(2):
+        starts.start(around=None)
+    assert starts.num_looks == 3 and starts.lines == []
+    caches_seen._code_at_first.cache_clear()
+    assert surroundings(FULL_PRECISION, "") not in (None, was)
 
 
 def test_the_libraries_and_this_program_are_looked_at() -> None:
@@ -179,10 +204,7 @@ def test_the_libraries_and_this_program_are_looked_at() -> None:
 RIGHT = CacheSupport()
 
 
-@cache
-def around(kv: KvSettings) -> dict[str, str]:
-    """All files of the libraries are looked at once."""
-    return surroundings(kv, "a BLAS")
+AROUND = {"the BLAS": "one"}
 
 
 class Starts:
@@ -200,10 +222,12 @@ class Starts:
         kv: KvSettings = FULL_PRECISION,
         meanwhile: Callable[[], object] = lambda: None,
         check: Callable[[LoadedModel], CacheSupport] = lambda _: RIGHT,
+        around: LookKey | None = AROUND,
     ) -> tuple[LoadedModel, CacheSupport]:
         digest = ModelDigest(self.folder, DigestMemory(self._kv, pytest.fail, pytest.fail), lambda _: None, pytest.fail)
         digest.begin()
-        look = Look(CachesSeen(self._kv, pytest.fail, self.lines.append), digest, self.folder, around(kv))
+        key = {**around, "KV_BITS or what goes with it": repr(kv)} if around is not None else None
+        look = Look(CachesSeen(self._kv, pytest.fail, self.lines.append), digest, self.folder, key)
 
         def looking(build: str, probe: Callable[[], Probed]) -> Probed:
             meanwhile()
