@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from kvserve.app import model_swap
 from kvserve.core import SamplingParams
 from kvserve.engine import engine_start
 from kvserve.engine.kv_buffers import flat_caches
-from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.model import CacheSupport, LoadedModel, Looking
 from kvserve.engine.model_files import file_stamps
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
@@ -42,14 +43,17 @@ well, which takes a third of a second. Here nothing is frozen, so what a model l
 
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
 _probed = template._probed
+_surroundings = engine_start.surroundings
+_surroundings_once = cache(_surroundings)
+"""The files of the libraries are looked through once: there are four thousand."""
 
 
-def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
+def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION, *look: Looking) -> LoadedModel:
     stamps = (folder, *sorted(file_stamps(folder).items()))  # sizes, times and places of all files
     if stamps not in _fingerprints:
         _fingerprints[stamps] = fingerprint_of(folder)
     _loading.model = (_fingerprints[stamps], kv)
-    return _load(folder, max_kv_size, kv)
+    return _load(folder, max_kv_size, kv, *look)
 
 
 def _check_caches_once(model: LoadedModel) -> CacheSupport:
@@ -88,6 +92,8 @@ def remembered_starts() -> Iterator[None]:
             patch.setattr(engine_start, "load", _load_and_note)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
             patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
+        if engine_start.surroundings is _surroundings:
+            patch.setattr(engine_start, "surroundings", _surroundings_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
         if not IS_FULL:

@@ -217,15 +217,15 @@ def test_a_model_that_changed_while_it_was_away_is_described_anew(folder: Path, 
 @contextlib.contextmanager
 def changing_while_it_loads(folder: Path, tmp_path: Path) -> Iterator[AppUnderTest]:
     """A server that has loaded a model of which a file changed meanwhile; afterwards the file is as before."""
-    path, check = folder / "generation_config.json", kvserve.engine.engine_start.check_caches
+    path, see = folder / "generation_config.json", kvserve.engine.engine_start.with_images_tried
     held = path.read_bytes()
 
-    def changing(model: Any) -> Any:
+    def changing(*arguments: Any) -> Any:
         path.write_text("{} ")
-        return check(model)
+        return see(*arguments)
 
     with unstarted_app(tmp_path, model_path=str(folder)) as app, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvserve.engine.engine_start, "check_caches", changing)
+        patch.setattr(kvserve.engine.engine_start, "with_images_tried", changing)
         app.app.start(threading.Event())
         yield app
     path.write_bytes(held)

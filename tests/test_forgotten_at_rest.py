@@ -13,6 +13,7 @@ import kvserve.app.model_factory
 import kvserve.engine.engine_start
 from kvserve.app.wiring import RECORDS_PREFIX
 from kvserve.canonical.rules import DEFAULT_RULES
+from kvserve.engine.model_files import CACHES_FILE
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions import archive_file
@@ -105,6 +106,7 @@ def test_a_model_that_keeps_no_kv_forgets_that_of_others(tmp_path: Path, monkeyp
         for word in (KEPT, GONE):
             ask(app, word, "other")
         ids = {word: ids_of(app, word, "other") for word in (GONE, KEPT)}
+    (tmp_path / "kv" / CACHES_FILE).unlink()  # what was found of it before
     real = kvserve.engine.engine_start.check_caches
     monkeypatch.setattr(
         kvserve.engine.engine_start, "check_caches", lambda model: replace(real(model), can_keep=False, notes=())

@@ -16,8 +16,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvserve.errors import SettingError, StartupError
@@ -28,6 +29,9 @@ from kvserve.settings.start_checks import known_settings
 
 SENTINEL = "KVSERVE_BLAS_PRELOADED"
 """In the environment of the process that was executed again, and of nothing else: what is to be put back."""
+
+BEGAN_AT = time.monotonic()
+"""When this module was imported: `start_llm.py` imports nothing before it."""
 
 TRIAL = Path(__file__).with_name("blas_trial.py")
 TRIAL_SECONDS = 20.0
@@ -41,13 +45,23 @@ class Blas:
     name: str
     path: str
 
+    @property
+    def build(self) -> str:
+        """Tells it from another one of the same name: what a machine computes with it may differ."""
+        with contextlib.suppress(OSError):
+            found = os.stat(self.path)
+            return f"{self.name} {self.path} {found.st_size} {found.st_mtime_ns}"
+        return f"{self.name} {self.path}"
+
 
 @dataclass(frozen=True, slots=True)
 class Preloading:
-    """What the search for a fast BLAS left to be told: `refused` where the one that was asked for cannot be had."""
+    """What the search for a fast BLAS left to be told: `refused` where the one that was asked for cannot be had.
+    `began_at`: when this program was started, before it was executed again (`time.monotonic`)."""
 
     warnings: tuple[str, ...] = ()
     refused: SettingError | None = None
+    began_at: float = field(default=BEGAN_AT, compare=False)
 
 
 # --- before anything else ---------------------------------------------------------------------------------------------
@@ -174,7 +188,8 @@ def _restart(path: Path, environ: Mapping[str, str], warnings: Sequence[str]) ->
     """Become the same program with the same arguments in the same process, with the library preloaded; returns only
     where that cannot be, with the reason."""
     added = preloading(path, environ)
-    left = {"path": str(path), "before": {name: environ.get(name) for name in added}, "warnings": list(warnings)}
+    before = {name: environ.get(name) for name in added}
+    left = {"path": str(path), "before": before, "warnings": list(warnings), "began_at": BEGAN_AT}
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -190,6 +205,7 @@ def _arrived(left: str, environ: MutableMapping[str, str]) -> Preloading:
     try:
         facts = json.loads(left)
         path, before, warnings = str(facts["path"]), dict(facts["before"]), tuple(map(str, facts["warnings"]))
+        began_at = float(facts["began_at"])
     except (ValueError, TypeError, KeyError):
         return Preloading((f"{SENTINEL} is set in the environment, so no BLAS was looked for.",))
     _use_once()
@@ -200,7 +216,7 @@ def _arrived(left: str, environ: MutableMapping[str, str]) -> Preloading:
             environ[name] = value
     if active_blas() is None:
         warnings = (*warnings, f"{path} passed its trial and was not preloaded all the same.")
-    return Preloading(warnings)
+    return Preloading(warnings, began_at=began_at)
 
 
 def _use_once() -> None:

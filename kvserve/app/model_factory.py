@@ -55,9 +55,9 @@ from kvserve.warming.prewarming import warm_learned
 class ModelFactory:
     """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
     `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
-    not. `open_records` are the folders of those models that were described and are known: their files stay open until
-    the process ends. `described` are the files that a model's description was made of; a file of records is opened,
-    read and forgotten in under `opening`."""
+    not. `blas`: see `EngineSettings`. `open_records` are the folders of those models that were described and are known:
+    their files stay open until the process ends. `described` are the files that a model's description was made of; a
+    file of records is opened, read and forgotten in under `opening`."""
 
     settings: Settings
     defaults: RequestDefaults
@@ -68,6 +68,7 @@ class ModelFactory:
     disk_cache: DiskMode = "on"
     remote: RemotePictures | None = None
     note: Callable[[str], None] = lambda _: None
+    blas: str = ""
     open_records: set[Path] = field(default_factory=set)
     described: dict[Path, FileStamps] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -256,7 +257,7 @@ class ModelFactory:
     def _new_engine(self, folder: Path, tokenizer: Tokenizer) -> Engine:
         engine = Engine(
             folder,
-            engine_settings(self.settings, self.disk_cache),
+            replace(engine_settings(self.settings, self.disk_cache), blas=self.blas),
             grammar_tokenizer=_grammar_tokenizer(tokenizer),
             report=self.report,
             note=self.note,

@@ -44,7 +44,7 @@ class _AtOnce(BaseException):
 
 def main(argv: Sequence[str], preloading: Preloading = NOTHING_PRELOADED) -> int:
     """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
-    terminal = Terminal(Console(stderr=True))
+    terminal = Terminal(Console(stderr=True), began_at=preloading.began_at)
     stopping = threading.Event()
     try:
         launch = _launch(argv, preloading)

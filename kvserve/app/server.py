@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvserve import __version__
@@ -102,6 +103,7 @@ class Server:
             records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),
+            blas=self._blas.build if self._blas is not None else "",
         )
         self._pool = ModelPool(
             factory,
@@ -146,6 +148,7 @@ class Server:
             served = self._pool.start(Catalogue(default, names, disk), stopping)
         if served is None:
             return
+        self._terminal.ready("kvserve", self._url)
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
 
@@ -228,14 +231,13 @@ class Server:
             backend_model_id=self._model_name,
             secret=self._proxy_secret,
         )
-        url = self._proxy_url
-        self._proxy = LitellmProxy(
-            settings,
-            self._launch.environment,
-            self._terminal.note,
-            on_ready=lambda: self._terminal.note(f"LiteLLM is ready: {url}"),
-        )
+        tell_ready = partial(self._terminal.ready, "LiteLLM", self._proxy_url)
+        self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note, on_ready=tell_ready)
         self._proxy.start()
+
+    @property
+    def _url(self) -> str:
+        return f"http://{url_host(self._settings.mlx_host)}:{self._server.port}"
 
     @property
     def _proxy_url(self) -> str:
@@ -267,7 +269,7 @@ class Server:
             version=__version__,
             model_name=served.name,
             context_limit=served.context_limit,
-            server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
+            server_url=self._url,
             proxy_url=self._proxy_url if self._proxy is not None else None,
             demo=self._demo.kind if self._demo is not None else None,
             needs_api_key=self._settings.api_key is not None,

@@ -65,6 +65,7 @@ from kvserve.core.principals import (
     key_digest,
     principal_digest,
 )
+from kvserve.core.progress import TellBytes
 from kvserve.core.requests import (
     ImageFacts,
     ImageInput,

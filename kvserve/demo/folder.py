@@ -5,12 +5,14 @@ It is written under another name and renamed when it is finished, so a half-made
 names its files with their sizes and what they were made from.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvserve.errors import ModelLoadError
 
 MARKER_NAME = "kvserve-demo.json"
 ABANDONED_AFTER_SECONDS = 3600
+"""Where the volume has no locks: a living builder needs seconds, one that fetches minutes, never an hour."""
 
 
 def make_folder(directory: Path, digest: str, write: Callable[[Path], None]) -> Path:
@@ -31,13 +34,10 @@ def make_folder(directory: Path, digest: str, write: Callable[[Path], None]) -> 
         return directory
     _refuse_foreign(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    building = unfinished(directory)
-    try:
+    with unfinished(directory) as building:
         write(building)
         _write_marker(building, digest)
         _put_in_place(building, directory, digest)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return directory
 
 
@@ -51,14 +51,71 @@ def is_complete(directory: Path, digest: str) -> bool:
     return all(present.get(name) == size for name, size in sizes.items())
 
 
-def unfinished(path: Path) -> Path:
-    """An empty folder beside `path`, for what is to have that name when it is finished; whoever asks removes it. Those
-    of builders that were killed go first."""
-    prefix = _prefix(path)
+@contextlib.contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`, for what is to have that name when it is finished; it goes with the block. Those
+    of builders that were killed go first: a living one holds a lock on its own, which ends with its process."""
     for each in _unfinished_of(path):
-        if _age_seconds(each) > ABANDONED_AFTER_SECONDS:
-            shutil.rmtree(each, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+        _remove_abandoned(each)
+    building, descriptor = _held_folder(path)
+    try:
+        yield building
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _held_folder(path: Path) -> tuple[Path, int]:
+    """A new folder and the descriptor that holds its lock. Another builder that finds it before it is locked takes it
+    for one that was left, and it goes: then there is another."""
+    while True:
+        building = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+        descriptor = _opened(building)
+        if descriptor is None:
+            continue
+        if _try_lock(descriptor) is not False and _is_there(building, descriptor):
+            return building, descriptor
+        os.close(descriptor)
+
+
+def _remove_abandoned(building: Path) -> None:
+    """Remove a builder's folder unless it lives. The lock is held meanwhile, so that nobody begins in it."""
+    if (descriptor := _opened(building)) is None:
+        return
+    try:
+        is_free = _try_lock(descriptor)
+        is_old = time.time() - os.fstat(descriptor).st_mtime > ABANDONED_AFTER_SECONDS
+        if is_free or (is_free is None and is_old):
+            shutil.rmtree(building, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _opened(building: Path) -> int | None:
+    """The descriptor of a builder's folder; None where it is gone, or another user's."""
+    try:
+        return os.open(building, os.O_RDONLY)
+    except (FileNotFoundError, PermissionError):
+        return None
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock was taken; None on a volume without locks on folders."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_there(building: Path, descriptor: int) -> bool:
+    """Whether the folder that is open has its name still."""
+    try:
+        return os.path.samestat(os.stat(building), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def remove_unfinished(path: Path) -> int:
@@ -94,15 +151,6 @@ def _prefix(path: Path) -> str:
 
 def _unfinished_of(path: Path) -> list[Path]:
     return [each for each in path.parent.iterdir() if each.name.startswith(_prefix(path))]
-
-
-def _age_seconds(path: Path) -> float:
-    """A living builder needs seconds, one that fetches minutes, never an hour."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        # Its builder finished and removed it between the listing and here.
-        return 0.0
 
 
 def _read_marker(directory: Path) -> dict[str, Any] | None:

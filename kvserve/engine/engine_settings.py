@@ -33,7 +33,8 @@ class DiskSettings:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
-    `wired_bytes`: 0 wires nothing, None what weights and KV take."""
+    `wired_bytes`: 0 wires nothing, None what weights and KV take. `blas` tells what stands before MLX's own BLAS from
+    others of its kind, "" where nothing does."""
 
     max_kv_size: int
     max_concurrent_requests: int
@@ -51,6 +52,7 @@ class EngineSettings:
     records_bytes: int | None = None
     wired_bytes: int | None = 0
     warming: WarmSettings = WarmSettings()
+    blas: str = ""
 
     def memory_plan(self, model: LoadedModel) -> MemoryPlan:
         """How the memory that this model's weights leave is divided."""

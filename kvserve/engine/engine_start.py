@@ -22,6 +22,7 @@ from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.forget_users import IsForgotten
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.borders import costs_the_disk_only
+from kvserve.engine.caches_seen import CachesSeen, Look, surroundings
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
@@ -60,6 +61,7 @@ class EngineStart:
         send_tokens: Callable[[], None],
         put: Callable[[EngineCall], None],
         report: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         """`send_tokens` sends tokens that wait; `put` has something done between two steps, or raises NotReady."""
         self._folder = folder
@@ -68,17 +70,20 @@ class EngineStart:
         self._send_tokens = send_tokens
         self._put = put
         self._report = report
+        self._note = note
         self._wired = WiredLimit()
         self._found_cache_limit: int | None = None
         self.outside: dict[Account, Callable[[], int]] = {}
         self.ledger: MemoryLedger | None = None
 
     def load(self) -> tuple[LoadedModel, Scheduler]:
-        """Load the model, try out what its caches allow, and begin with an empty cache. Raises whatever fails."""
+        """Load the model, try out what its caches allow where that is not remembered, and begin with an empty cache.
+        Raises whatever fails."""
         mx.clear_cache()  # buffers of a model that was here before
         self._digest.begin()
-        model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
-        support, plan = check_caches(model), self._settings.memory_plan(model)
+        look = self._look()
+        model = load(self._folder, self._settings.max_kv_size, self._settings.kv, look.probed)
+        support, plan = look.support or check_caches(model), self._settings.memory_plan(model)
         notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
         model = with_images_tried(model, plan.image_feature_bytes)
@@ -87,7 +92,16 @@ class EngineStart:
         _draw_two_tokens(scheduler, self._settings.default_sampling)
         scheduler.cache.begin_anew()
         self._open_disk(scheduler.cache, model)
+        look.remember(model, support)
         return model, scheduler
+
+    def _look(self) -> Look:
+        """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
+        disk, kv = self._settings.disk, self._settings.kv
+        if disk is None or disk.is_ephemeral:
+            return Look(None, self._digest, self._folder, None)
+        memory = CachesSeen(disk.folder, self._report, self._note)
+        return Look(memory, self._digest, self._folder, surroundings(kv, self._settings.blas))
 
     def end(self) -> None:
         """Wire nothing any more, and let MLX hold as many freed buffers as before."""

@@ -5,10 +5,8 @@ What is remembered is one small file below the cache folder; it holds numbers an
 vanish at any time: what is not remembered is read again. A file that does not add up is worth nothing.
 """
 
-import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import struct
 import threading
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from kvserve.cache.disk_store import check_owner
+from kvserve.engine.checked_file import CheckedFile, Damaged
 from kvserve.engine.model_files import MEMORY_FILE, OURS, FileStamp
 
 PIECE_BYTES = 64 * 2**20
@@ -115,7 +113,8 @@ class DigestMemory:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: seconds since the epoch."""
-        self._path = folder / MEMORY_FILE
+        self._folder = folder
+        self._file = CheckedFile(folder / MEMORY_FILE, FORMAT, "files")
         self._report = report
         self._note = note
         self._clock = clock
@@ -132,10 +131,10 @@ class DigestMemory:
         """Write these down, and forget what was not used for long. A disk that does not take it is reported."""
         now = self._clock()
         with _writing:
-            if not self._path.exists() and _holds_kept(self._path.parent):
+            if not self._file.path.exists() and _holds_kept(self._folder):
                 self._note(
                     "A model is known by every byte of its files now: what earlier releases kept in "
-                    f"{self._path.parent} is not used any more, and leaves with age."
+                    f"{self._folder} is not used any more, and leaves with age."
                 )
             entries = self._read() | {stamp: _Entry(digest, now) for stamp, digest in digests.items()}
             fresh = {stamp: entry for stamp, entry in entries.items() if now - entry.used_at <= UNUSED_SECONDS}
@@ -143,49 +142,26 @@ class DigestMemory:
             try:
                 self._write(dict(newest))
             except OSError as error:
-                if self._path.parent.is_dir():  # else KV has no place either, which is said there
+                if self._folder.is_dir():  # else KV has no place either, which is said there
                     self._report(f"What the weights are cannot be noted, the next start reads them again: {error}")
 
     def _read(self) -> dict[FileStamp, _Entry]:
         """The entries of the file; none where it cannot be read or believed."""
         try:
-            check_owner(self._path.parent)
-            held = json.loads(self._path.read_bytes())
-            rows = held["files"]
-            if held["format"] != FORMAT or held["check"] != _check(rows):
-                return {}
             return {
                 FileStamp(*(int(number) for number in row[:5])): _Entry(_digest_of(row[5]), float(row[6]))
-                for row in rows
+                for row in self._file.read()
             }
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        except (Damaged, ValueError, LookupError, TypeError):
             return {}
 
     def _write(self, entries: Mapping[FileStamp, _Entry]) -> None:
-        folder = self._path.parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owner(folder)
-        rows = [[*astuple(stamp), entry.digest.hex(), entry.used_at] for stamp, entry in entries.items()]
-        scratch = folder / f"{MEMORY_FILE}.{os.getpid()}.part"
-        try:
-            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump({"format": FORMAT, "check": _check(rows), "files": rows}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise
+        self._file.write([[*astuple(stamp), entry.digest.hex(), entry.used_at] for stamp, entry in entries.items()])
 
 
 def _holds_kept(folder: Path) -> bool:
     """Whether there are folders of KV or records."""
     return folder.is_dir() and any(OURS.fullmatch(path.name) for path in folder.iterdir())
-
-
-def _check(rows: object) -> str:
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _digest_of(text: str) -> bytes:

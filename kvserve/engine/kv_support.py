@@ -25,7 +25,6 @@ _PROBED_LENGTHS = (7, 3)
 class KvSupport:
     """How a model's KV is quantised: `caches` hold a few tokens that way, `notes` name the layers that stay."""
 
-    quantiser: Quantiser
     caches: list[Any]
     notes: tuple[str, ...]
 
@@ -49,16 +48,20 @@ def try_quantising(
         )
     if settings.scheme == "uniform":
         _check_groups(settings.group_size, {array.shape[-1] for leaf in whole for array in (leaf.keys, leaf.values)})
-    quantiser = Quantiser(_scheme(settings), settings.start)
     try:
-        caches = _run(module, new_caches, quantiser)
+        caches = _run(module, new_caches, Quantiser(_scheme(settings), settings.start))
     except Exception as error:  # attention that cannot read quantised KV may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         otherwise = "KV_QUANT_SCHEME=turboquant or KV_BITS=OFF" if settings.scheme == "uniform" else "KV_BITS=OFF"
         raise ModelLoadError(
             f"{what}: its attention cannot read quantised KV ({type(error).__name__}: {reason}). Set {otherwise}."
         ) from error
-    return KvSupport(quantiser, caches, tuple(_notes(plain, settings)))
+    return KvSupport(caches, tuple(_notes(plain, settings)))
+
+
+def quantiser_of(settings: KvSettings) -> Quantiser | None:
+    """What quantises a model's KV as the settings say, where it was found that it can be; None if they say no."""
+    return Quantiser(_scheme(settings), settings.start) if settings.bits is not None else None
 
 
 def _scheme(settings: KvSettings) -> Scheme:

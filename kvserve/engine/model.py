@@ -17,8 +17,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from kvserve.core import GenerationRequest, ImageSpan
 from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import arrays_in, flat_caches
-from kvserve.engine.kv_support import try_quantising
-from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known
+from kvserve.engine.kv_support import quantiser_of, try_quantising
+from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known, lengths_named
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
@@ -74,6 +74,22 @@ class KvSize:
 
     def _is_packed(self, num_tokens: int) -> bool:
         return self.packed_from is not None and num_tokens > self.packed_from
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What short forward passes have shown of a model: how wide its logits are, the sizes and forms of a row's caches,
+    and what of its KV is not quantised although it should be. See `LoadedModel`."""
+
+    vocab_size: int
+    sizes: KvSize
+    leaf_forms: tuple[LeafForm, ...]
+    leaf_trouble: str = ""
+    kv_notes: tuple[str, ...] = ()
+
+
+type Looking = Callable[[str, Callable[[], Probed]], Probed]
+"""Is told how a model that was just loaded is built, and what finds the rest out by passes, which it need not call."""
 
 
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
@@ -208,7 +224,12 @@ def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
     )
 
 
-def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
+def load(
+    folder: Path,
+    max_kv_size: int,
+    kv: KvSettings = FULL_PRECISION,
+    looking: Looking = lambda _build, probe: probe(),
+) -> LoadedModel:
     """Load weights and measure the model's sizes with short forward passes, also with quantised KV.
 
     Raises ModelLoadError for a folder without config or weights, broken files, code of its own, an unknown
@@ -225,6 +246,39 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     except Exception as error:  # a broken file can raise anything from inside the libraries
         raise _explained(folder, config, error) from error
     module, config = loaded.decoder, loaded.config
+    probed = looking(_build_of(loaded), lambda: _probed(folder, config, module, kv))
+    context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
+    return LoadedModel(
+        module=module,
+        config=config,
+        vocab_size=probed.vocab_size,
+        context_limit=context_limit,
+        weight_bytes=weight_bytes(module) + (loaded.vision.num_bytes if loaded.vision is not None else 0),
+        active_weight_bytes=_active_weight_bytes(module, config),
+        sizes=probed.sizes,
+        quantiser=quantiser_of(kv),
+        kv_notes=(*probed.kv_notes, *_start_notes(kv, context_limit)),
+        vision=loaded.vision,
+        vision_note=loaded.note,
+        leaf_forms=probed.leaf_forms,
+        leaf_trouble=probed.leaf_trouble,
+    )
+
+
+def _build_of(loaded: VisionModel) -> str:
+    """The classes of a model and of its caches, with every length that these name: loading has tried some of them, and
+    may have come to another choice than before."""
+    decoder = loaded.decoder
+    leaves = [(_name_of(leaf), sorted(lengths_named(leaf))) for leaf in flat_caches(make_prompt_cache(decoder))]
+    has_positions = getattr(decoder, "has_positions", None)
+    return repr((_name_of(decoder), has_positions, loaded.vision is not None, leaves))
+
+
+def _name_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _probed(folder: Path, config: Mapping[str, Any], module: Module, kv: KvSettings) -> Probed:
     vocab_size, caches = _probe(folder, config, module)
     forms = finding(lambda: find_forms(module, lambda: make_prompt_cache(module)))
     leaf_trouble = described(forms) if isinstance(forms, Exception) else ""
@@ -232,26 +286,11 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         forms = forms_by_class(lambda: make_prompt_cache(module))
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
     sizes = _kv_size(caches, forms, support.caches if support else None, kv.start)
-    context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
-    return LoadedModel(
-        module=module,
-        config=config,
-        vocab_size=vocab_size,
-        context_limit=context_limit,
-        weight_bytes=weight_bytes(module) + (loaded.vision.num_bytes if loaded.vision is not None else 0),
-        active_weight_bytes=_active_weight_bytes(module, config),
-        sizes=sizes,
-        quantiser=support.quantiser if support else None,
-        kv_notes=(*support.notes, *_start_notes(kv, context_limit)) if support else (),
-        vision=loaded.vision,
-        vision_note=loaded.note,
-        leaf_forms=forms,
-        leaf_trouble=leaf_trouble,
-    )
+    return Probed(vocab_size, sizes, forms, leaf_trouble, support.notes if support else ())
 
 
 def _start_notes(kv: KvSettings, context_limit: int) -> tuple[str, ...]:
-    if kv.start < context_limit:
+    if kv.bits is None or kv.start < context_limit:
         return ()
     return (
         f"KV_BITS={kv.bits} does nothing: QUANTIZED_KV_START={kv.start} is beyond the context limit of {context_limit} "

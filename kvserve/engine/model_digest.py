@@ -2,6 +2,7 @@
 
     look      before anything is loaded: what is remembered, or so little that it is read at once
     begin     the load begins: the files as they are now, and a thread that reads them where nothing is remembered
+    loaded    the weights are in memory: what they are, where that was known before
     confirm   the load is over: whether it can have read anything else than that
     known     both agree: callers that wait for the name are called
 
@@ -52,8 +53,8 @@ class _Stopped(Exception):
 
 
 class ModelDigest:
-    """Which model is in a folder, for one load of it. `look`, `begin` and `confirm` are called in this order, each on
-    the thread that loads; the rest may be called from any thread."""
+    """Which model is in a folder, for one load of it. `look`, `begin`, `loaded` and `confirm` are called in this
+    order, each on the thread that loads; the rest may be called from any thread."""
 
     def __init__(
         self,
@@ -131,6 +132,14 @@ class ModelDigest:
             self._began_at = time.monotonic()
             self._thread = threading.Thread(target=self._read, name="kvserve-weights", daemon=True)
             self._thread.start()
+
+    def loaded(self) -> str | None:
+        """The fingerprint of what the load has read so far; None where it is not known yet, or a file changed
+        meanwhile, which `confirm` tells."""
+        if self._memory is None or differing(self._files, file_stamps(self._folder)) is not None:
+            return None
+        with self._lock:
+            return self._fingerprint if not self._why_unknown else None
 
     def confirm(self) -> None:
         """The load is over: it has read the files that `begin` found, or what it has read is unknown."""

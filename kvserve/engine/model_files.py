@@ -113,7 +113,7 @@ DOCUMENT_SUFFIXES = frozenset(
 _DOCUMENT = re.compile(r"(license|licence|notice|readme|copying|use_policy)[^.]*(\.txt)?", re.IGNORECASE)
 _DATABASE = re.compile(r".*\.sqlite3?(-wal|-shm|-journal)?")
 
-MEMORY_FILE = "weights-seen.json"
+MEMORY_FILE, CACHES_FILE = "weights-seen.json", "caches-seen.json"
 """What kvserve remembers of models; a cache folder may be a model's folder."""
 
 OURS = re.compile(r"(records-)?[0-9a-f]{32}")
@@ -193,7 +193,7 @@ def _below(folder: Path, seen: set[tuple[int, int]], *, is_top: bool = True) -> 
 
 def _is_read(path: Path, *, is_top: bool) -> bool:
     name, suffix = path.name, path.suffix.lower()
-    if name.startswith((".", MEMORY_FILE)) or _DATABASE.fullmatch(name) or _DOCUMENT.fullmatch(name):
+    if name.startswith((".", MEMORY_FILE, CACHES_FILE)) or _DATABASE.fullmatch(name) or _DOCUMENT.fullmatch(name):
         return False
     return suffix not in DOCUMENT_SUFFIXES and (is_top or suffix not in FOREIGN_SUFFIXES)
 

@@ -78,7 +78,7 @@ class Engine:
         memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
         self.digest = ModelDigest(folder, memory, report, note)
         self._start = EngineStart(
-            folder, settings, self.digest, send_tokens=self._dispatcher.send, put=self._put, report=report
+            folder, settings, self.digest, send_tokens=self._dispatcher.send, put=self._put, report=report, note=note
         )
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 

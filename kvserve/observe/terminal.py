@@ -17,7 +17,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from kvserve.core import Awaiting, RequestId
+from kvserve.core import Awaiting, RequestId, TellBytes
 from kvserve.observe.bars import Bars
 from kvserve.requests.request_facts import RequestFacts
 
@@ -52,16 +52,14 @@ _DEMO_LINES = {
     "tiny": "! This is the demo model: its weights are random and its answers noise. It shows that the server works.",
 }
 
-type TellBytes = Callable[[int, int], None]
-"""Takes how many bytes are done, and of how many."""
-
 
 class Terminal:
     """Writes to one console from any thread.
 
     It waits for a terminal that is slow or stopped: what the engine thread calls for each token or chunk is not here.
 
-    `wall_clock` gives seconds since the epoch for the lines, `monotonic` seconds for durations.
+    `wall_clock` gives seconds since the epoch for the lines, `monotonic` seconds for durations; `began_at` is what that
+    said when the process was started, None: now.
     """
 
     def __init__(
@@ -69,18 +67,28 @@ class Terminal:
         console: Console,
         wall_clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        began_at: float | None = None,
     ) -> None:
         self._console = console
         self._wall_clock = wall_clock
         self._monotonic = monotonic
+        self._began_at = monotonic() if began_at is None else began_at
         self._bars = Bars(console, monotonic, self._write)
         self._model_name: str | None = None
+        self._told_ready: set[str] = set()
 
     def banner(self, facts: BannerFacts) -> None:
         """Say what is served, where, and how to try it. Remembers the model: request lines name only another one."""
         self._model_name = facts.model_name
         for line in banner_lines(facts):
             self._write(line, "bold" if line.startswith("kvserve ") else "yellow" if line.startswith("!") else "")
+
+    def ready(self, name: str, url: str) -> None:
+        """Say that this answers now, and how long after the start; one that answers again was started meanwhile."""
+        is_first = name not in self._told_ready
+        self._told_ready.add(name)
+        when = f", {self._monotonic() - self._began_at:.1f} s after the start" if is_first else ""
+        self.note(f"{name} is ready: {url}{when}")
 
     def loading(self, model_name: str) -> AbstractContextManager[TellBytes]:
         """Show that a model loads, for the length of the block."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvserve.app import blas
 from kvserve.app.blas import SENTINEL, Blas, Preloading, active_blas, fault_of, preload_blas, usable_cores
 from kvserve.app.process import main
 from kvserve.errors import SettingError
+from kvserve.prompt.tokenizer import load_tokenizer
 from kvserve.settings.blas_files import how_to_install, library_files, refuse_absent_library
 from kvserve.settings.kinds import KINDS
 from tests.app.fake_blas import fake_blas
@@ -169,6 +171,7 @@ def test_one_that_is_refused_is_told_and_the_next_one_taken(tmp_path: Path, monk
         preload_blas([], {}, tmp_path / ".env")
     left = json.loads(restarts[0][SENTINEL])
     assert (left["path"], left["warnings"]) == (str(good), [f"{bad} is not used: it is bad."])
+    assert left["began_at"] == Preloading().began_at <= time.monotonic()
     found = preload_blas([], {"BLAS_LIBRARY": str(bad)}, tmp_path / ".env")
     assert "it is bad" in str(found.refused) and len(restarts) == 1
     monkeypatch.setattr(os, "execve", too_long)
@@ -224,7 +227,8 @@ def restarts_of(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_the_environment_comes_back_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
-    """What was set by hand holds meanwhile: another library that is preloaded, numbers of threads."""
+    """What was set by hand holds meanwhile: another library that is preloaded, numbers of threads. When the first start
+    began comes along."""
     library = tmp_path / "blas.so"
     library.touch()
     given = {**environ, "BLAS_LIBRARY": str(library)}
@@ -238,8 +242,9 @@ def test_the_environment_comes_back_as_it_was(
     assert meanwhile["OPENBLAS_NUM_THREADS"] == environ.get("OPENBLAS_NUM_THREADS", cores)
     assert meanwhile["BLIS_NUM_THREADS"] == cores
     assert meanwhile["MKL_THREADING_LAYER"] == environ.get("MKL_THREADING_LAYER", "SEQUENTIAL")
+    meanwhile[SENTINEL] = json.dumps({**json.loads(meanwhile[SENTINEL]), "began_at": 12.5})
     told = preload_blas([], meanwhile, tmp_path / ".env")
-    assert meanwhile == given and len(restarts) == 1
+    assert meanwhile == given and len(restarts) == 1 and told.began_at == 12.5
     assert told.warnings == (f"{library} passed its trial and was not preloaded all the same.",)
 
 
@@ -356,12 +361,17 @@ def test_the_process_is_the_same_with_the_library_and_hands_nothing_on(library: 
 
 
 def test_health_and_banner_name_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its version; without one they say nothing of it."""
+    """With its version; without one they say nothing of it. An engine is told which file it is: what was found out of a
+    model with another one does not count."""
     with unstarted_app(tmp_path / "none") as under_test:
         assert under_test.app.health()[1]["blas"] is None
     monkeypatch.setattr(kvserve.app.server, "active_blas", lambda: Blas("OpenBLAS 9.8.7", "/x/libopenblas.so.0"))
     with unstarted_app(tmp_path / "one") as under_test:
         assert under_test.app.health()[1]["blas"] == "OpenBLAS 9.8.7"
+        factory, folder = under_test.app._pool._factory, tiny_model("qwen3")
+        factory.described[folder] = {}
+        engine = factory._new_engine(folder, load_tokenizer(folder))
+        assert engine._settings.blas == "OpenBLAS 9.8.7 /x/libopenblas.so.0"
 
 
 @pytest.mark.long
@@ -375,3 +385,13 @@ def test_a_server_with_a_library_says_so_and_answers(library: Path, tmp_path: Pa
         assert f"  blas    OpenBLAS 9.8.7 ({library})" in server.screen.splitlines()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SECONDS) == 0
+
+
+def test_another_build_under_the_same_name_is_told_from_it(tmp_path: Path) -> None:
+    """By its file, where it has one that can be looked at."""
+    found = Blas("OpenBLAS 0.3.21", str(tmp_path / "blas.so"))
+    builds = [found.build]
+    for text in ("one", "other"):
+        (tmp_path / "blas.so").write_text(text)
+        builds += [found.build]
+    assert len(set(builds)) == 3 and all(build.startswith(f"OpenBLAS 0.3.21 {found.path}") for build in builds)

@@ -188,8 +188,15 @@ def test_the_terminal_says_when_the_proxy_is_ready(tmp_path: Path, monkeypatch: 
         app.app._start_proxy()
         assert "LiteLLM" not in app.screen.getvalue()
         told[0]()
-        assert "LiteLLM is ready: http://127.0.0.1:4567" in app.screen.getvalue()
+        assert re.search(r"LiteLLM is ready: http://127\.0\.0\.1:4567, \d+\.\d s after", app.screen.getvalue())
         monkeypatch.undo()
+
+
+def test_the_terminal_says_when_the_server_is_ready(app: AppUnderTest) -> None:
+    """Before the banner, which may wait for LiteLLM."""
+    text = app.screen.getvalue()
+    told = re.search(rf"kvserve is ready: http://127\.0\.0\.1:{app.port}, \d+\.\d s after the start", text)
+    assert told is not None and told.start() < text.index("\nkvserve ")
 
 
 def test_the_family_that_is_set_comes_first(app: AppUnderTest, tmp_path: Path) -> None:

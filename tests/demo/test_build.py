@@ -1,19 +1,23 @@
 """The folder that the builder leaves behind: complete, reproducible, reused, mended, and never somebody else's."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvserve.demo import build
 from kvserve.demo.build import FAMILIES, build_digest, build_model
-from kvserve.demo.folder import MARKER_NAME
+from kvserve.demo.folder import MARKER_NAME, unfinished
 from kvserve.errors import ModelLoadError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,14 +93,52 @@ def test_an_interrupted_build_leaves_no_folder_and_is_redone(tmp_path: Path, mon
     assert (build_model("qwen3", tmp_path / "model") / "model.safetensors").is_file()
 
 
-def test_what_a_killed_builder_left_is_removed_later(tmp_path: Path) -> None:
-    """A temporary folder older than an hour goes with the next build; a young one may belong to a living builder."""
+def test_what_a_killed_builder_left_goes_with_the_next_build(tmp_path: Path) -> None:
+    """At once, however young it is: nobody holds it. That of a living builder stays, however old."""
+    left = tmp_path / ".model.building-left"
+    left.mkdir()
+    with unfinished(tmp_path / "model") as living:
+        os.utime(living, (time.time() - 7200,) * 2)
+        build_model("qwen3", tmp_path / "model")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [living.name, "model"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_where_there_are_no_locks_what_is_old_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder older than an hour goes with the next build; a young one may belong to a living builder."""
+
+    def refused(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
     old, young = tmp_path / ".model.building-old", tmp_path / ".model.building-young"
     for path in (old, young):
         path.mkdir()
     os.utime(old, (time.time() - 7200,) * 2)
     build_model("qwen3", tmp_path / "model")
     assert young.is_dir() and not old.exists()
+
+
+def test_a_folder_that_is_taken_away_before_it_is_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another builder that looks for what was left, just then: it has removed it, or is about to."""
+    make, made = tempfile.mkdtemp, list[Path]()
+
+    def swept(**where: Any) -> str:
+        made.append(Path(make(**where)))
+        if len(made) == 1:
+            made[0].rmdir()
+        elif len(made) == 2:
+            held.append(os.open(made[1], os.O_RDONLY))
+            fcntl.flock(held[0], fcntl.LOCK_EX)
+        return str(made[-1])
+
+    held: list[int] = []
+    monkeypatch.setattr(tempfile, "mkdtemp", swept)
+    with unfinished(tmp_path / "model") as building:
+        assert building == made[2] and building.is_dir()
+    os.close(held[0])
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json"])

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from kvserve.engine.model import load
-from kvserve.engine.model_files import MEMORY_FILE, differing, file_stamps
+from kvserve.engine.model_files import CACHES_FILE, MEMORY_FILE, differing, file_stamps
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.models import tiny_model
@@ -49,6 +49,7 @@ NOT_READ = (
     "agents.sqlite3",
     MEMORY_FILE,
     f"{MEMORY_FILE}.17.part",
+    CACHES_FILE,
     "0123456789abcdef0123456789abcdef/0123456789abcdef0123456789abcdef01234567.safetensors",
     "records-0123456789abcdef0123456789abcdef/records.json",
     "__pycache__/modeling_own.cpython-312.pyc",

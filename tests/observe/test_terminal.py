@@ -292,6 +292,21 @@ def test_loading_says_when_it_is_done(plain: Screen) -> None:
     ]
 
 
+def test_what_answers_says_so_with_the_seconds_since_the_start() -> None:
+    """Since the process began, which is before there was a terminal. One that answers again was started meanwhile: the
+    time would be that of the whole server."""
+    file = io.StringIO()
+    clock = iter((24.0, 25.26, 3600.0))
+    terminal = Terminal(Console(file=file, width=100), lambda: 0.0, lambda: next(clock), began_at=20.0)
+    for name, port in (("kvserve", 8080), ("LiteLLM", 4000), ("LiteLLM", 4000)):
+        terminal.ready(name, f"http://127.0.0.1:{port}")
+    assert [line[9:] for line in file.getvalue().splitlines()] == [
+        "kvserve is ready: http://127.0.0.1:8080, 4.0 s after the start",
+        "LiteLLM is ready: http://127.0.0.1:4000, 5.3 s after the start",
+        "LiteLLM is ready: http://127.0.0.1:4000",
+    ]
+
+
 def test_loading_that_fails_says_so_and_lets_the_error_through(live: Screen) -> None:
     """The bar goes away whatever happens in the block."""
     with pytest.raises(KeyError), live.terminal.loading("tiny"):
