@@ -5,8 +5,8 @@
 
 The recorded requests in their order, streamed, on port 8080 and through LiteLLM. A system prompt that is too long for
 the model is cut in its middle, so that the first prompt has 6,000 tokens. Before the last request the server is killed
-as soon as the answer before it is there, and asked as soon as the next one answers. Cold is the first request, which is
-the shortest.
+as soon as the answer before it is there, and asked as soon as the next one answers. The first prompt and the last are
+read cold; what one in between would take lies between them, by its length.
 """
 
 import argparse
@@ -53,11 +53,20 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A client's requests through one port, once: the first, those that went on, and the one behind the kill."""
+    """A client's requests through one port, once: the first, those that went on, the one behind the kill, and that one
+    cold."""
 
     cold: Asked
     warm: tuple[Asked, ...]
     killed: Asked
+    last_cold: Asked
+
+    def ratio(self, one: Asked) -> float:
+        """What a request took : what its prompt would take cold."""
+        first, last = self.cold, self.last_cold
+        longer = one.num_prompt_tokens - first.num_prompt_tokens
+        slope = (last.seconds - first.seconds) / max(1, last.num_prompt_tokens - first.num_prompt_tokens)
+        return one.seconds / (first.seconds + longer * slope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +162,22 @@ def session(server: TalkingServer, talk: Conversation, is_proxied: bool) -> Sess
         assert port is not None
         return asked(port, request)
 
-    forget(server.port)
+    def ask_cold(request: Request) -> Asked:
+        forget(server.port)
+        cold = ask(request)
+        if cold.num_cached_tokens:
+            raise BenchmarkError(f"{cold.num_cached_tokens} tokens of a cold prompt were known")
+        return cold
+
     first, *others, last = talk.requests
-    cold = ask(first)
-    if cold.num_cached_tokens:
-        raise BenchmarkError(f"{cold.num_cached_tokens} tokens of a cold prompt were known")
-    warm = []
+    cold, warm = ask_cold(first), []
     for request in others:
         settle(server.port)
         warm.append(ask(request))
     server.kill_and_start()
-    return Session(cold, tuple(warm), ask(last))
+    killed = ask(last)
+    settle(server.port)
+    return Session(cold, tuple(warm), killed, ask_cold(last))
 
 
 def measured(
@@ -193,8 +207,8 @@ def figures(all_measured: Sequence[Measured], *, is_fast: bool) -> list[Figure]:
     found = []
     for each in all_measured:
         has_bounds = is_fast and each.is_long
-        warm = [(one, session.cold) for session in each.sessions for one in session.warm]
-        killed = [(session.killed, session.cold) for session in each.sessions]
+        warm = [(session, one) for session in each.sessions for one in session.warm]
+        killed = [(session, session.killed) for session in each.sessions]
         where = f"{each.client}, port {each.port}: first token"
         found += [
             _figure(f"{where} warm : cold", warm, WARM_BOUND if has_bounds else None),
@@ -203,11 +217,12 @@ def figures(all_measured: Sequence[Measured], *, is_fast: bool) -> list[Figure]:
     return found
 
 
-def _figure(name: str, pairs: Sequence[tuple[Asked, Asked]], bound: Bound | None) -> Figure:
-    seconds, cold = (median(pair[side].seconds for pair in pairs) for side in (0, 1))
-    ratios = tuple(one.seconds / first.seconds for one, first in pairs)
-    new = median(one.num_new_tokens for one, _ in pairs)
-    return Figure("real_text", name, "", ratios, bound, f"{seconds:.2f} : {cold:.2f} s, {new:.0f} tokens computed")
+def _figure(name: str, asked_in: Sequence[tuple[Session, Asked]], bound: Bound | None) -> Figure:
+    seconds = median(one.seconds for _, one in asked_in)
+    ratios = tuple(session.ratio(one) for session, one in asked_in)
+    new = median(one.num_new_tokens for _, one in asked_in)
+    absolute = f"{seconds:.2f} : {seconds / median(ratios):.1f} s, {new:.0f} tokens computed"
+    return Figure("real_text", name, "", ratios, bound, absolute)
 
 
 def table(all_measured: Sequence[Measured]) -> str:

@@ -127,8 +127,10 @@ def test_a_prompt_is_cut_in_the_middle_of_its_system_text_and_no_more_than_it_mu
 def test_first_tokens_have_bounds_where_the_issue_has_them() -> None:
     """At six thousand tokens with a fast BLAS; a slower turn misses, and a short prompt is shown only."""
     cold = Asked(100.0, 6_000, 0)
-    one = Session(cold, (Asked(2.0, 6_100, 6_000), Asked(2.9, 6_200, 6_100)), Asked(9.0, 6_300, 6_000))
-    slow = replace(one, warm=(Asked(3.1, 6_100, 6_000),), killed=Asked(11.0, 6_300, 6_000))
+    last = Asked(106.0, 6_300, 0)
+    one = Session(cold, (Asked(2.0, 6_100, 6_000), Asked(2.9, 6_200, 6_100)), Asked(9.0, 6_300, 6_000), last)
+    assert one.ratio(Asked(10.4, 6_200, 0)) == pytest.approx(0.1)
+    slow = replace(one, warm=(Asked(3.2, 6_100, 6_000),), killed=Asked(11.0, 6_300, 6_000))
     short = replace(one, cold=replace(cold, num_prompt_tokens=1_500))
 
     def verdicts(session: Session, is_fast: bool) -> list[tuple[bool, bool]]:
