@@ -24,7 +24,7 @@ from benchmarks.prompts import Prompts
 from kvserve.config import Settings, setting_key
 from kvserve.demo.build import ModelScale, build_model
 
-START_SECONDS = 120
+START_SECONDS = 600
 IDLE_WORK_SECONDS = 0.2
 START_SCRIPT = Path(__file__).resolve().parent.parent / "start_llm.py"
 
