@@ -7,12 +7,13 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 SILENCE_SECONDS = 120.0
+GREEDY = {"temperature": 0, "repetition_penalty": 1.0}
 
 type Message = dict[str, str]
 """Role and content, as they go over the wire."""
@@ -113,15 +114,13 @@ class Client:
 
         `said` is a whole conversation, or what the user says in a new one.
         """
-        body = {
-            "messages": [{"role": "user", "content": said}] if isinstance(said, str) else list(said),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "repetition_penalty": 1.0,
-            "chat_template_kwargs": {"enable_thinking": False},
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        unthinking = {"chat_template_kwargs": {"enable_thinking": False}}
+        return self.send({"messages": messages, "max_tokens": max_tokens, **GREEDY, **unthinking})
+
+    def send(self, fields: Mapping[str, Any]) -> Stream:
+        """Ask with these fields of a chat, streamed with its usage; returns as soon as the request is sent."""
+        body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
         encoded = json.dumps(body).encode()
         head = f"POST /v1/chat/completions HTTP/1.0\r\nHost: 127.0.0.1:{self._port}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(encoded)}\r\n\r\n"

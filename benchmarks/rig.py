@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from benchmarks.prompts import Prompts
 from kvserve.config import Settings, setting_key
 from kvserve.demo.build import ModelScale, build_model
 
-START_SECONDS = 120
+START_SECONDS = 600
 IDLE_WORK_SECONDS = 0.2
 START_SCRIPT = Path(__file__).resolve().parent.parent / "start_llm.py"
 
@@ -48,7 +48,7 @@ class Rig:
 
     def clear_cache(self) -> None:
         """Let the server forget all KV."""
-        ask(self.port, "DELETE", "/v1/cache")
+        forget(self.port)
 
     def server_rss_bytes(self) -> int:
         """Physical memory of the server's process."""
@@ -57,14 +57,24 @@ class Rig:
     def settle(self) -> None:
         """Wait until the server computes nothing and what it keeps is on disk, with a moment for its idle work. Raises
         BenchmarkError where the disk is not through in a minute."""
-        while (health := self.health())["num_running"] or health["num_waiting"]:
-            time.sleep(0.02)
-        time.sleep(IDLE_WORK_SECONDS)
-        ends_at = time.monotonic() + 60
-        while (disk := self.cache()["disk"]) and disk["num_queued_bytes"]:
-            if time.monotonic() > ends_at:
-                raise BenchmarkError("the server's disk is not through with what it has to write")
-            time.sleep(0.02)
+        settle(self.port)
+
+
+def settle(port: int) -> None:
+    """The same for the server on this port."""
+    while (health := ask(port, "GET", "/health")[1])["num_running"] or health["num_waiting"]:
+        time.sleep(0.02)
+    time.sleep(IDLE_WORK_SECONDS)
+    ends_at = time.monotonic() + 60
+    while (disk := ask(port, "GET", "/v1/cache")[1]["disk"]) and disk["num_queued_bytes"]:
+        if time.monotonic() > ends_at:
+            raise BenchmarkError("the server's disk is not through with what it has to write")
+        time.sleep(0.02)
+
+
+def forget(port: int) -> None:
+    """Let the server on this port forget all KV and all conversations."""
+    ask(port, "DELETE", "/v1/cache")
 
 
 def rss_bytes(pid: int) -> int:
@@ -105,10 +115,19 @@ def open_rig(scale: ModelScale, family: str = "qwen3", **settings: object) -> It
 
 
 @contextlib.contextmanager
-def serving(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tuple[int, int]]:
-    """The real server on a free port, without LiteLLM and with no settings but these: its port and process id."""
-    port = _free_port()
-    command = [sys.executable, str(START_SCRIPT), "--model", str(folder), "--port", str(port), "--no-proxy"]
+def serving(
+    folder: Path,
+    scratch: Path,
+    given: Mapping[str, str],
+    *,
+    script: Path = START_SCRIPT,
+    proxy_port: int | None = None,
+) -> Iterator[tuple[int, int]]:
+    """The real server on a free port, with no settings but these: its port and process id. With a `proxy_port` LiteLLM
+    is in front of it and answers too."""
+    port = free_port()
+    command = [sys.executable, str(script), "--model", str(folder), "--port", str(port)]
+    command += ["--no-proxy"] if proxy_port is None else ["--proxy-port", str(proxy_port)]
     own = {setting_key(name) for name in Settings.model_fields}
     environment = {key: value for key, value in os.environ.items() if key.upper() not in own}
     environment |= {"STATE_DIR": str(scratch / "run"), "LOG_ROOT": str(scratch / "logs"), "HF_HUB_OFFLINE": "1"}
@@ -119,7 +138,7 @@ def serving(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tupl
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=output)
     try:
-        _wait_until_ready(process, port, log)
+        _wait_until_ready(process, port, log, "off" if proxy_port is None else "ready")
         yield port, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
@@ -130,13 +149,14 @@ def serving(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tupl
             process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, proxy: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            if ask(port, "GET", "/health")[0] == 200:
+            status, health = ask(port, "GET", "/health")
+            if status == 200 and health["proxy"] == proxy:
                 return
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise BenchmarkError(f"the server did not start:\n{log.read_text('utf-8')[-2000:]}")
 
 
@@ -150,7 +170,8 @@ def ask(port: int, method: str, path: str) -> tuple[int, dict[str, Any]]:
         connection.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -26,6 +26,7 @@ from tests.proxy.stubs import free_port
 from tests.trace_lines import parse_line
 
 ROOT = Path(__file__).resolve().parents[2]
+START_SCRIPT = ROOT / "start_llm.py"
 START_SECONDS = 180.0
 PROXY_START_SECONDS = 100.0
 STOP_SECONDS = 15.0
@@ -40,12 +41,12 @@ def environment(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
     return inherited | {name: str(value) for name, value in {**own, "BLAS_LIBRARY": "off", **settings}.items()}
 
 
-def spawn(folder: Path, *flags: str, **settings: object) -> "subprocess.Popen[bytes]":
+def spawn(folder: Path, *flags: str, script: Path = START_SCRIPT, **settings: object) -> "subprocess.Popen[bytes]":
     """Start the server in `folder`, where its screen is kept; settings are given by their keys."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "screen.txt").open("ab") as screen:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "start_llm.py"), *flags],
+            [sys.executable, str(script), *flags],
             cwd=folder,
             env=environment(folder, settings),
             stdin=subprocess.DEVNULL,
@@ -74,13 +75,14 @@ class ServerProcess:
         with_proxy: bool = True,
         port: int | None = None,
         proxy_port: int | None = None,
+        script: Path = START_SCRIPT,
         **settings: object,
     ) -> None:
         self.folder = folder
         self.port = port or free_port()
         self.proxy_port = (proxy_port or free_port()) if with_proxy else None
         ports = [f"--port={self.port}", f"--proxy-port={self.proxy_port}" if with_proxy else "--no-proxy"]
-        self.process = spawn(folder, *flags, *ports, **settings)
+        self.process = spawn(folder, *flags, *ports, script=script, **settings)
 
     @property
     def pid(self) -> int:
