@@ -105,11 +105,8 @@ class Server:
             remote=remote_pictures(self._settings),
             blas=self._blas.build if self._blas is not None else "",
         )
-        self._pool = ModelPool(
-            factory,
-            Callbacks(self._submit, self.observability.refused, terminal.note),
-            max_waiting=max(1, self._settings.max_queued_requests),
-        )
+        callbacks = Callbacks(self._submit, self.observability.refused, terminal.note)
+        self._pool = ModelPool(factory, callbacks, max_waiting=max(1, self._settings.max_queued_requests))
         self.responses = response_store(self._settings, launch.disk_cache, terminal.error)
         self._forgetting = Forgetting(
             self._pool,
