@@ -9,21 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.app.model_factory import read_calls, unheld_calls
+from kvserve.app.model_factory import read_calls
 from kvserve.core import CallRow, JsonObject, PairParts, Spelling, ToolCallBlock, ToolSpec
-from kvserve.output.call_grammar import CallGrammar, OfferedTool
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.lark import Lark
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers.own_text import read_own
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.template import ChatTemplate
 from tests.calls import calls_of
 from tests.laws import num_examples
 from tests.prompt.call_forms import ANY, CALLS, HEAD, READ, REAL_MARKED, TAIL, VARIABLES, rendered, source_of
-from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.test_call_row import read
 from tests.prompt.vocabularies import TEMPLATES
 
@@ -227,18 +223,3 @@ def test_calls_in_words_are_in_the_marked_form(name: str) -> None:
     calls: list[tuple[str, JsonObject]] = [("read_file", {"lines": 3, "path": "it's"}), ("any", {})]
     made = [ToolCallBlock("", called, json.dumps(arguments)) for called, arguments in calls]
     assert CallWords(row).calls(made) == written(name, *calls)
-
-
-@every_form
-def test_calls_in_marks_are_forced_in_the_json_form(name: str) -> None:
-    """A grammar would have to keep out of texts what ends them; the start says so."""
-    tokenizer = tokenizer_of(byte_level_backend(), MARKED[name])
-    template, output_format = ChatTemplate(tokenizer, row=row_of(name)), format_of(name)
-    assert unheld_calls(template, output_format, row_of(name)) == (
-        "its chat template writes strings between marks, and forced calls come in the JSON form"
-    )
-    for family in ("auto", "qwen3"):  # whichever form comes first
-        output_format = select_format(family, MARKED[name], (), None, row_of(name))
-        assert CallGrammar(Lark({}), output_format).in_text([OfferedTool(READ, "tools[0]")]) is None
-        grammar = CallGrammar(Lark({}), output_format)
-        assert grammar.forced([OfferedTool(READ, "tools[0]")], many=True) and "<tool_call>" in grammar.lark.text("")
