@@ -134,7 +134,9 @@ class MarkedGrammar:
         try:
             scan.send(text[-1])
         except StopIteration:
-            return json.dumps(dict(arguments.call().arguments)) == json.dumps(dict(said))
+            return json.dumps(dict(arguments.call().arguments), sort_keys=True) == json.dumps(
+                dict(said), sort_keys=True
+            )
         except NotACall:
             return False
         return False

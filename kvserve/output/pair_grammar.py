@@ -93,13 +93,14 @@ class PairGrammar:
         self.left_out: list[str] = []
 
     def arguments(self) -> str:
-        """A rule for the text from behind the call's name to what ends the call: arguments in the schema's order, any
-        if it names none."""
+        """A rule for the text from behind the call's name to what ends the call: arguments in the schema's order, or in
+        that of the template, any if it names none."""
         schema = self._parameters.schema
         properties = schema.get("properties")
         schemas = dict(properties) if isinstance(properties, Mapping) else {}
         required = _strings(schema.get("required"))
         schemas = {**schemas, **{key: {} for key in required if key not in schemas}}
+        schemas = self._form.spelling.in_order(schemas)
         if not schemas and schema.get("additionalProperties") is not False:
             return self._lark.rule(f"{self._opened(self._any_arguments())} | {self._ended()}")
         following, may_end = self._in_order([*self._known(schemas, frozenset(required))])

@@ -1,8 +1,8 @@
 """Writes grammar rules for values of a JSON schema as a template spells them where strings stand between marks.
 
-It knows schemas and spellings, no form of calls. Members stand in the schema's order; those that it does not name only
-where it says that others are allowed, or names none. A text's inside is free, except in enumerations. A lexeme ends at
-the same place in every alternative, as a lexer never goes back.
+It knows schemas and spellings, no form of calls. Members stand in the schema's order, or in that of the template; those
+that it does not name only where it says that others are allowed, or names none. A text's inside is free, except in
+enumerations. A lexeme ends at the same place in every alternative, as a lexer never goes back.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,10 +20,15 @@ from kvserve.output.tool_parsers.arguments import (
 )
 from kvserve.output.tool_parsers.own_text import BEHIND_VALUE, is_bare_key
 
-_CONTROL = r"\x00-\x1f\x7f"
-_ESCAPE = r"\\[\\nrt]|\\x(0[0-8bcef]|1[0-9a-f]|7f)"
+_ESCAPE = (
+    r"\\[\\nrt]|\\x(0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]|a0|ad)"
+    r"|\\u(061c|1680|180e|20(0[0-9a-f]|2[89a-f]|5f|6[0-9a-f])|3000|feff|e[0-9a-f]{3}|f[0-8][0-9a-f]{2})"
+)
+"""What Python shows in the place of characters that it does not print."""
+
 _IN_SINGLE, _IN_DOUBLE, _IN_BOTH = (
-    rf"([^{sign}\\{_CONTROL}]|{_ESCAPE}{more})*" for sign, more in ((r"\x27", ""), (r"\x22", ""), (r"\x27", r"|\\\x27"))
+    rf"([^{sign}\\\p{{C}}\p{{Z}}]| |{_ESCAPE}{more})*"
+    for sign, more in ((r"\x27", ""), (r"\x22", ""), (r"\x27", r"|\\\x27"))
 )
 _PYTHON_TEXTS = (
     rf"\x27{_IN_SINGLE}\x27",
@@ -53,7 +58,7 @@ class MemberForm:
     """How the members of an object are written, each `opening KEY lead VALUE`, and `between` two of them.
 
     `key` gives a key as it is written, None for one that cannot be; `any_key` is a regular expression of those that no
-    schema names, empty if there are none.
+    schema names, empty if there are none. `sorts_keys`: those that it names stand in the order of the spelling.
     """
 
     key: Callable[[str], str | None]
@@ -61,6 +66,7 @@ class MemberForm:
     between: str
     lead: str
     opening: str = ""
+    sorts_keys: bool = True
 
     def head(self, *, is_first: bool) -> str:
         """What stands before a key."""
@@ -120,7 +126,8 @@ class ValueGrammar:
             more, again = (f"{head} {_any(other)}" for head in heads)
             behind = self.lark.rule(f"({again})* {close}")
             first = self.lark.rule(f"{more} {behind} | {close}")
-        for key in reversed({**named, **{key: True for key in required if key not in named}}):
+        keys = {**named, **{key: True for key in required if key not in named}}
+        for key in reversed(self.spelling.in_order(keys) if form.sorts_keys else keys):
             written = form.key(key)
             ways = self.ways(named.get(key, True), f"{place}properties.{key}", text=text)
             if written is None:
@@ -275,7 +282,8 @@ class ValueGrammar:
     def _inner_form(self) -> MemberForm:
         """How objects inside of a value are written."""
         if self.spelling.is_python:
-            return MemberForm(repr, "|".join(f"({text})" for text in _PYTHON_TEXTS), ", ", ": ")
+            any_key = "|".join(f"({text})" for text in _PYTHON_TEXTS)
+            return MemberForm(repr, any_key, ", ", ": ", sorts_keys=False)
         part = rf"[^\s\x00-\x1f\x22\x27{escaped(':,[]{}' + self._marks[0][0])}]+"
         return MemberForm(
             lambda key: key if is_bare_key(key, self.spelling) else None, f"({part}( {part})*)?", ",", ":"
@@ -296,10 +304,11 @@ class ValueGrammar:
                 return f"{quote('[')} {items} {quote(']')}"
             case dict():
                 form = self._inner_form
+                members = self.spelling.in_order(value) if form.sorts_keys else value
                 said = [
                     f"{self.lark.tag(form.before(form.key(key) or '', is_first=not index))} "
                     f"{self._literal(each, is_inner=True)}"
-                    for index, (key, each) in enumerate(value.items())
+                    for index, (key, each) in enumerate(members.items())
                 ]
                 return f"{quote('{')} {' '.join(said)} {quote('}')}"
         return quote(repr(value) if self.spelling.is_python else self.spelling.written(value))

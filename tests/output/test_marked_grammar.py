@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -64,10 +65,7 @@ def test_forced_calls_are_marked_as_the_template_writes_them(name: str) -> None:
     """What the template writes is accepted; another tool, type, key or form is not, nor text."""
     case = setup(name)
     grammar = case.grammar(REQUIRED, tools=(READ, ANY))
-    good = said(name, ("read_file", {"lines": 3, "path": 'a"\n</tool_call> it is'}))
-    swapped = ToolSpec("read_file", "", {**READ.parameters, "properties": {"lines": {"type": "integer"}, "path": {}}})
-    assert case.accepts(case.grammar(REQUIRED, tools=(swapped, ANY)), good)
-    good = said(name, ("read_file", {"path": 'a"\n</tool_call> it is'}))
+    good = said(name, ("read_file", {"path": 'a"\n</tool_call> it is', "lines": 3}))
     assert case.accepts(grammar, good)
     assert case.accepts(grammar, said(name, ("any", {"b": [1], "c": "x", "d": None})))
     assert case.accepts(grammar, said(name, ("any", {})))
@@ -194,7 +192,7 @@ SCHEMAS = st.recursive(
                 "type": "object", "properties": parts, "required": sorted(set(parts) & required),
                 "additionalProperties": more,
             },
-            st.dictionaries(st.sampled_from(KEYS), inner, max_size=3).map(lambda parts: dict(sorted(parts.items()))),
+            st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
             st.frozensets(st.sampled_from(KEYS)),
             st.just(False) | inner,
         ),
@@ -234,7 +232,9 @@ def _objects(schema: Mapping[str, object]) -> st.SearchStrategy[object]:
         optional={key: values_of(part) for key, part in parts.items() if key not in required},
     )
     others = st.dictionaries(st.sampled_from(["y", "z z"]), values_of(more), max_size=2) if more else st.just({})
-    return st.tuples(known, others).map(lambda both: dict(sorted({**both[0], **both[1]}.items())))
+    return st.tuples(known, others).map(
+        lambda both: {**{key: both[0][key] for key in parts if key in both[0]}, **both[1]}
+    )
 
 
 def is_told(name: str, value: object, *, is_inner: bool = False) -> bool:
@@ -259,9 +259,8 @@ def is_told(name: str, value: object, *, is_inner: bool = False) -> bool:
 def test_what_the_template_writes_of_a_schema_is_held_and_read(
     name: str, parts: JsonObject, data: st.DataObject
 ) -> None:
-    """Any schema and value: the text of the template is accepted and read back, value for value; a value that is no
-    member of the schema is not accepted."""
-    parts = dict(sorted(parts.items()))
+    """Any schema and value: the text of the template is accepted, its keys in its order, and read back, each value;
+    with another member it is not."""
     parameters = {"type": "object", "properties": parts, "required": ["a"], "additionalProperties": False}
     tool = ToolSpec("choose", "", {**parameters, "$defs": {"here": HERE}}, strict=True)
     value = data.draw(_objects(parameters))
@@ -317,8 +316,8 @@ def test_whatever_is_forced_between_marks_is_the_templates_text(name: str) -> No
     walks = [text for seed in range(num_examples(10)) if (text := walk(case, grammar.lark, seed)) is not None]
     assert len(walks) >= 3
     for text in walks:
-        if "\ufffd" in text:  # bytes that are no UTF-8 cannot be written again
-            continue
+        if any(unicodedata.category(char) == "Cn" or char == "\ufffd" for char in text):
+            continue  # bytes that are no UTF-8 cannot be written again, nor what only a newer Unicode knows
         calls = calls_in(name, text, (WALKED, ANY))
         assert said(name, *((called, dict(found)) for called, found in calls)) == text  # type: ignore[call-overload]
 

@@ -75,7 +75,7 @@ def read_back(name: str, pieces: Sequence[str], tools: Sequence[ToolSpec] = TOOL
 
 def test_the_marks_of_strings_are_what_the_template_writes() -> None:
     """And around nothing else: how lists and objects are spelt is found with them."""
-    own = Spelling(null="None", marks=("<|s|>", "<|s|>"), is_own=True)
+    own = Spelling(null="None", marks=("<|s|>", "<|s|>"), is_own=True, sorts_keys=True)
     assert row_of("own") == CallRow(
         ("<|call>",), ("{",), ("}<call|><|call>",), ("}<call|>",), pairs=PairParts("", ":", "", ",", None, own)
     )
@@ -83,6 +83,19 @@ def test_the_marks_of_strings_are_what_the_template_writes() -> None:
     assert row_of("quoted") == CallRow(
         ("<|calls|>[",), ("(",), ("), ",), (")]<|calls_end|>",), pairs=PairParts("", "=", "", ", ", None, quoted)
     )
+
+
+def test_the_order_of_keys_is_the_templates() -> None:
+    """Alphabetical, whatever their case, if arguments are and the members of objects too; else as they were said."""
+    for old, new in (("v | dictsort", "v.items()"), ("arguments | dictsort", "arguments | dictsort(true)")):
+        source = MARKED["own"].replace(old, new)
+        row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+        assert source != MARKED["own"] and isinstance(row, CallRow) and row.pairs is not None
+        assert not row.pairs.spelling.sorts_keys
+    said: list[tuple[str, JsonObject]] = [("any", {"b": 1, "A": {"d": 2, "C": 3}})]
+    made = [ToolCallBlock("", name, json.dumps(arguments)) for name, arguments in said]
+    for name in MARKED:
+        assert CallWords(row_of(name)).calls(made) == written(name, *said)
 
 
 @pytest.mark.long
