@@ -11,9 +11,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.core import GenerationRequest, JsonObject
+from benchmarks.template_folders import add_weights, template_folder
+from kvserve.core import GenerationRequest, JsonObject, ToolCallBlock
 from kvserve.engine import decode_group
 from kvserve.engine.rows import RequestHandle
+from kvserve.prompt.call_words import CallWords
 from tests.models import tiny_model
 from tests.prompt.call_forms import SMALL, source_of
 from tests.prompt.vocabularies import SHARED
@@ -145,6 +147,32 @@ def test_a_forced_call_is_the_beginning_of_the_next_prompt(app: AppUnderTest) ->
     num_cached_tokens = whole(response.json).num_cached_tokens
     assert num_cached_tokens is not None
     assert num_cached_tokens >= first.usage["prompt_tokens"] + first.num_completion_tokens - 2
+
+
+@pytest.mark.long
+@pytest.mark.skipif(SHARED is None, reason="the templates in shared/ are not here")
+@pytest.mark.parametrize("name", ["gemma4", "lfm2_5_8b"])
+def test_a_forced_call_between_marks_is_the_beginning_of_the_next_prompt(name: str, tmp_path: Path) -> None:
+    """The same of real templates whose strings stand between marks, with a text that holds some of what ends one."""
+    city = "it's Oslo, 'x', a=1 {b: [1]}"
+    parameters: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    with serving_app(tmp_path, model_path=str(add_weights(template_folder(name, tmp_path))), max_kv_size=4096) as app:
+        assert not any("JSON form" in line for line in app.lines()), app.lines()
+        row = app.served.output_format.row
+        wanted = CallWords(row).calls([ToolCallBlock("", "get_weather", json.dumps({"city": city, "days": 2}))])
+        asked = {"role": "user", "content": "How is it in Oslo?"}
+        with wishing(app, wanted) as wish:
+            first = app.chat([asked], tools=tools, tool_choice="required", max_tokens=200, headers=NAMED, **wish)
+        [(called, arguments)] = first.calls
+        assert called == "get_weather" and json.loads(arguments) == {"city": city, "days": 2}
+        assert first.usage is not None and first.finish_reason == "tool_calls"
+        response = app.post(CHAT_PATH, chat_body(answered(asked, called, arguments), tools=tools, max_tokens=1), NAMED)
+        explained = app.get(f"/v1/cache/explain/{response.json['id']}").json
+        assert explained["cause"] == "nothing lost", explained
+        num_cached_tokens = whole(response.json).num_cached_tokens
+        assert num_cached_tokens is not None
+        assert num_cached_tokens >= first.usage["prompt_tokens"] + first.num_completion_tokens - 2
 
 
 def test_a_template_whose_turns_are_not_found_is_said_with_the_reason(app: AppUnderTest, tmp_path: Path) -> None:

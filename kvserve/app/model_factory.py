@@ -328,8 +328,6 @@ def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallR
     if text is None:
         is_unknown = isinstance(row, NoRow) and template.accepts_tools
         return f"its chat template lists tools and shows no call ({why})" if is_unknown else None
-    if not output_format.has_grammar and output_format.channels != "harmony":
-        return "its chat template writes strings between marks, and forced calls come in the JSON form"
     said = MessageReader.under(output_format, (CALLED,))(text)
     if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
         return f"what its chat template writes of a call is content here ({why})"

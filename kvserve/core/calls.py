@@ -3,6 +3,7 @@ nor a parser."""
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -27,7 +28,8 @@ class Spelling:
     `is_python`, what Python shows of them, but for objects that are JSON with `has_json_objects`.
 
     A string stands between `marks`, if there are any, and else as it is. With `is_own` lists and objects hold values in
-    this spelling, and keys as they are.
+    this spelling, and keys as they are. With `sorts_keys` the arguments of a call and the members of such objects stand
+    in the alphabetical order of their keys, whatever their case.
     """
 
     true: str = "true"
@@ -37,6 +39,11 @@ class Spelling:
     has_json_objects: bool = False
     marks: tuple[str, str] | None = None
     is_own: bool = False
+    sorts_keys: bool = False
+
+    def in_order[T](self, members: Mapping[str, T]) -> dict[str, T]:
+        """Members in the order in which they are written."""
+        return dict(sorted(members.items(), key=lambda item: item[0].lower()) if self.sorts_keys else members)
 
     def written(self, value: object) -> str:
         """The text of a value of JSON."""
@@ -48,7 +55,7 @@ class Spelling:
             case list() if self.is_own:
                 return f"[{','.join(map(self.written, value))}]"
             case dict() if self.is_own:
-                return f"{{{','.join(f'{key}:{self.written(each)}' for key, each in value.items())}}}"
+                return f"{{{','.join(f'{key}:{self.written(each)}' for key, each in self.in_order(value).items())}}}"
         is_json = self.has_json_objects and isinstance(value, dict)
         return repr(value) if self.is_python and not is_json else json.dumps(value, ensure_ascii=False)
 

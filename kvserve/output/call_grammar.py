@@ -2,12 +2,13 @@
 
 A call has the model's own form, or the JSON form, which is always read too, if the grammar of the model's form is
 unknown. Arguments follow the tool's schema as far as the form can express it (`pair_grammar.py` writes those of
-the forms of keys and values).
+the forms of keys and values, `marked_grammar.py` those whose strings stand between marks).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolSpec
 from kvserve.errors import BadRequest
@@ -15,6 +16,7 @@ from kvserve.output import harmony
 from kvserve.output.enforced import ANY_OBJECT, Enforced, described, enforced
 from kvserve.output.formats import OutputFormat
 from kvserve.output.lark import Lark, quote
+from kvserve.output.marked_grammar import MarkedGrammar, MarkedTool
 from kvserve.output.pair_grammar import PairForm, PairGrammar
 from kvserve.output.tool_parsers import derived, glm, hermes, qwen_coder
 from kvserve.output.tool_parsers import pairs as pair_reader
@@ -55,10 +57,14 @@ class OfferedTool:
 
 @dataclass(slots=True)
 class CallGrammar:
-    """Writes the rules of one request's calls into `lark`; `notes` name what is not enforced of a schema."""
+    """Writes the rules of one request's calls into `lark`; `notes` name what is not enforced of a schema.
+
+    `offered` are the names of all tools of the request: what is read as another call depends on them.
+    """
 
     lark: Lark
     output_format: OutputFormat
+    offered: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
     _left_out: list[str] = field(default_factory=list)
 
@@ -133,16 +139,41 @@ class CallGrammar:
 
     def _row_calls(self, row: CallRow, tools: Sequence[OfferedTool], many: bool) -> str:
         """A rule for a message's calls, from their opening to their closing text."""
+        if self._has_marks:
+            calls = self._marked_calls(row, tools, many=many, by_schema=True)
+            return self.lark.rule(f"{self._parts(row.opening)} {calls}")
         call = self._alternatives(tools, derived.NAME, by_schema=True)
         more = f"({self._behind(row, row.between)} {call})*" if many and row.between else ""
         return self.lark.rule(f"{self._parts(row.opening)} {call} {more} {self._behind(row, row.closing)}")
 
     def _row_body(self, row: CallRow, tools: Sequence[OfferedTool], *, opened: str) -> str:
         """The same behind the opening tag; only strict tools' arguments follow their schema."""
+        head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
+        if self._has_marks:
+            return self.lark.rule(f"{head} {self._marked_calls(row, tools, many=True, by_schema=False)}")
         call = self._alternatives(tools, derived.NAME, by_schema=False)
         more = f"({self._behind(row, row.between)} {call})*" if row.between else ""
-        head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
         return self.lark.rule(f"{head} {call} {more} {self._behind(row, row.closing)}")
+
+    @property
+    def _has_marks(self) -> bool:
+        """Whether the row's strings stand between marks."""
+        pairs = self._row.pairs if self._row is not None else None
+        return pairs is not None and pairs.spelling.marks is not None
+
+    def _marked_calls(self, row: CallRow, tools: Sequence[OfferedTool], *, many: bool, by_schema: bool) -> str:
+        """The same of such a row, from the first call's name on."""
+        lost = [list[str]() for _ in tools]
+        made = [
+            MarkedTool(
+                tool.spec, self._parameters(tool, by_schema=by_schema), tool.path, partial(self._lose, tool, left_out)
+            )
+            for tool, left_out in zip(tools, lost, strict=True)
+        ]
+        rule = MarkedGrammar(self.lark, row, self.offered).calls(made, many=many)
+        for tool, left_out in zip(made, lost, strict=True):
+            self._note(tool.spec, tool.parameters, left_out)
+        return rule
 
     def _behind(self, row: CallRow, parts: CallParts) -> str:
         """What stands behind a call; one whose arguments are pairs has ended by itself."""
@@ -195,10 +226,14 @@ class CallGrammar:
         for tool in tools:
             parameters = self._parameters(tool, by_schema=by_schema)
             bodies.append(self.lark.rule(self._body(tool, parameters, form)))
-            self.notes += described(f"tool {tool.spec.name}", [*parameters.left_out, *self._left_out])
+            self._note(tool.spec, parameters, self._left_out)
             self._left_out.clear()
-        self.notes[:] = dict.fromkeys(self.notes)
         return self.lark.rule(" | ".join(bodies))
+
+    def _note(self, tool: ToolSpec, parameters: Enforced, left_out: Sequence[str]) -> None:
+        """Note what is not enforced of a tool's schema, once."""
+        notes = described(f"tool {tool.name}", [*parameters.left_out, *left_out])
+        self.notes += (note for note in notes if note not in self.notes)
 
     def _parameters(self, tool: OfferedTool, *, by_schema: bool) -> Enforced:
         if not (by_schema or tool.spec.strict):
@@ -250,13 +285,13 @@ class CallGrammar:
 
     def _pairs(self, tool: OfferedTool, parameters: Enforced, form: PairForm) -> str:
         """The arguments and what ends the call."""
-        grammar = PairGrammar(self.lark, form, parameters, tool.path, lambda what: self._lose(tool, what))
+        grammar = PairGrammar(self.lark, form, parameters, tool.path, partial(self._lose, tool, self._left_out))
         rule = grammar.arguments()
         self._left_out += grammar.left_out
         return rule
 
-    def _lose(self, tool: OfferedTool, what: str) -> None:
+    def _lose(self, tool: OfferedTool, left_out: list[str], what: str) -> None:
         """Note that a part of a tool's schema is not enforced. Raises BadRequest for a strict tool."""
         if tool.spec.strict:
             raise BadRequest(f"{tool.path} cannot be enforced: {what}.", param=tool.path)
-        self._left_out.append(what)
+        left_out.append(what)

@@ -50,10 +50,9 @@ class OutputFormat:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar can say all calls that the model may write in its own form: not where another library reads
-        them, nor where strings stand between marks, which a grammar would have to keep out of them."""
-        pairs = self.row.pairs if self.row is not None else None
-        return self.tool_forms[0].name != "foreign" and (pairs is None or pairs.spelling.marks is None)
+        """Whether a grammar can say the calls that the model may write in its own form: not where another library reads
+        them."""
+        return self.tool_forms[0].name != "foreign"
 
     def content_of(self, begun: str) -> str:
         """The content of an answer's beginning: the text behind the thinking, if it has any."""

@@ -67,7 +67,7 @@ def build_grammar(
         BadRequest: a strict schema is invalid or uses what cannot be enforced, or a forced tool does not exist.
     """
     lark = Lark(added_tokens)
-    calls = CallGrammar(lark, output_format)
+    calls = CallGrammar(lark, output_format, frozenset(tool.name for tool in tools))
     notes: tuple[str, ...] = ()
     if tool_choice.mode in ("required", "function"):
         many = parallel_tool_calls and tool_choice.mode == "required"

@@ -10,7 +10,7 @@ from kvserve.output.enforced import Enforced
 _TAG_PARTS = re.compile(r"(<[^<>]*>|\[/?[A-Z_]+\])")
 _SPACES = r"[ \t\r\n]*"
 _LINE_AT_END = re.compile(r"\s*\n\s*\Z")
-_NAMEABLE = re.compile(r"<[!-~]+>")
+_NAMEABLE = re.compile(r"<[!#-~]+>")
 """Tokens that llguidance knows by their names."""
 
 
@@ -37,6 +37,14 @@ class Lark:
         """Write the body of a reserved rule."""
         self._rules[int(name[1:])] = f"{name}: {body}"
         return name
+
+    def terminal(self, pattern: str, *, barred: str = "") -> str:
+        """The name of a terminal: text of one regular expression that is none of another."""
+        asked = ("terminal", pattern, barred)
+        if asked not in self._texts:
+            self._texts[asked] = f"T{len(self._rules)}"
+            self._rules.append(f"{self._texts[asked]}: /{pattern}/{f' & ~/{barred}/' if barred else ''}")
+        return self._texts[asked]
 
     def text(self, start: str) -> str:
         """The whole grammar."""
@@ -97,25 +105,44 @@ class Lark:
             rest += [f"/{gap}/"] * (index > 0 and bool(rest))
             rest += [self.tag("".join(parts[first:]))] * (first < len(parts))
         barred = "|".join(_SPACES.join(map(escaped, end)) for end in ends)
-        # a lexeme that a token ends is as long as it can be, any other one as short
-        name, is_short = f"T{len(self._rules)}", not rest
+        is_short = not rest  # a lexeme that a token ends is as long as it can be, any other one as short
         if is_short and (line := _LINE_AT_END.search(tags[-1])) is not None:  # none of `ends` ends with it
             head, rest = head.removesuffix(escaped(line[0])), [quote(line[0])]
-        self._rules.append(f"{name}: /(?s:.*){head}/ & ~/(?s:.*)({barred})(?s:.{'+' if is_short else '*'})/")
-        return " ".join([self.rule(name, "[lazy]" if is_short else ""), *rest])
+        text = self.terminal(f"(?s:.*){head}", barred=f"(?s:.*)({barred})(?s:.{'+' if is_short else '*'})")
+        return " ".join([self.rule(text, "[lazy]" if is_short else ""), *rest])
+
+    def marked(self, marks: tuple[str, str], ends: str) -> str:
+        """Text between two marks: it holds no closing mark behind which the regular expression `ends` fits.
+
+        Whoever goes on behind it with what `ends` fits writes that as one lexeme: a shorter one would be text."""
+        asked = (marks, ends)
+        if asked not in self._texts:
+            self._texts[asked] = self.rule(f"{self.tag(marks[0])} {self._text_up_to_mark(marks[1], ends)}")
+        return self._texts[asked]
+
+    def _text_up_to_mark(self, mark: str, ends: str) -> str:
+        tokens = [part for part in _TAG_PARTS.split(mark) if self.is_token(part)]
+        if tokens:
+            head = mark[: mark.index(tokens[0])]
+            text = self.terminal(f"(?s:.*){escaped(head)}", barred=f"(?s:.*){escaped(mark)}({ends})(?s:.*)")
+            return f"{text} {self.tag(mark.removeprefix(head))}"
+        up_to_mark = f"(?s:.*){escaped(mark)}"
+        first = self.rule(self.terminal(up_to_mark), "[lazy]")
+        if any(mark.endswith(mark[:size]) for size in range(1, len(mark))):
+            return first  # behind such a mark another one may have begun within it
+        more = self.rule(self.terminal(up_to_mark, barred=f"({ends})(?s:.*)"), "[lazy]")
+        return f"{first} {more}*"
 
     def key(self, stops: str, half: Sequence[str]) -> str:
         """A key on one line without any of `stops`, which also does not make its reader take it for two: `half` are the
         tags before a key, which would stand in it, or end in it."""
-        line = f"/[^{''.join(map(escaped, stops))}\\r\\n]+/"
+        line = f"[^{''.join(map(escaped, stops))}\\r\\n]+"
         text = "".join(half)
         if set(text) & set(stops):
-            return line
+            return f"/{line}/"
         again = (escaped(text[size:]) for size in range(1, len(text)) if text.endswith(text[:size]))
         barred = "|".join((f"(?s:.*){_SPACES.join(map(escaped, half))}", *again))
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {line} & ~/({barred})(?s:.*)/")
-        return name
+        return self.terminal(line, barred=f"({barred})(?s:.*)")
 
     def free(self, tags: Collection[str]) -> list[str]:
         """Alternatives that together are any text without one of `tags`: text, and every other added token."""

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from kvserve.core import JSON_SPELLING, Spelling
 from kvserve.output.enforced import Enforced, allows_any_text, enforced
 from kvserve.output.lark import Lark, quote
-from kvserve.output.tool_parsers.arguments import JSON_TYPES, STRING, type_names, types_of, write_argument
+from kvserve.output.tool_parsers.arguments import (
+    JSON_TYPES,
+    STRING,
+    choices_of,
+    type_names,
+    types_of,
+    write_argument,
+)
 from kvserve.output.tool_parsers.form import Chain
 
 ANY_VALUE = Enforced({"type": sorted(JSON_TYPES - STRING)}, is_strict=True)
@@ -86,13 +93,14 @@ class PairGrammar:
         self.left_out: list[str] = []
 
     def arguments(self) -> str:
-        """A rule for the text from behind the call's name to what ends the call: arguments in the schema's order, any
-        if it names none."""
+        """A rule for the text from behind the call's name to what ends the call: arguments in the schema's order, or in
+        that of the template, any if it names none."""
         schema = self._parameters.schema
         properties = schema.get("properties")
         schemas = dict(properties) if isinstance(properties, Mapping) else {}
         required = _strings(schema.get("required"))
         schemas = {**schemas, **{key: {} for key in required if key not in schemas}}
+        schemas = self._form.spelling.in_order(schemas)
         if not schemas and schema.get("additionalProperties") is not False:
             return self._lark.rule(f"{self._opened(self._any_arguments())} | {self._ended()}")
         following, may_end = self._in_order([*self._known(schemas, frozenset(required))])
@@ -170,7 +178,7 @@ class PairGrammar:
 
     def _typed(self, key: str, own: Mapping[str, object], *, is_required: bool) -> _Argument:
         form, root, is_strict = self._form, self._parameters.schema, self._parameters.is_strict
-        choices = _choices(own)
+        choices = choices_of(own)
         if choices is not None:
             said = [(isinstance(choice, str), quote(write_argument(choice, form.spelling))) for choice in choices]
             strings, no_strings = (tuple(text for kind, text in said if kind is each) for each in (True, False))
@@ -201,15 +209,6 @@ class PairGrammar:
         if spelling == JSON_SPELLING or not schema.keys() <= _ONLY_TYPES:
             return ()
         return tuple(quote(spelling.written(value)) for value in (True, False, None) if type_names(value) & types)
-
-
-def _choices(schema: Mapping[str, object]) -> Sequence[object] | None:
-    match (schema.get("enum"), "const" in schema):
-        case ([_, *_] as choices, _):
-            return choices
-        case (_, True):
-            return [schema["const"]]
-    return None
 
 
 def _any(alternatives: Sequence[str]) -> str:

@@ -105,7 +105,8 @@ def _arguments(row: CallRow, call: ToolCallBlock) -> str:
     if arguments is None:
         return call.arguments
     if row.pairs is not None:
-        return row.pairs.between.join(_pair(row.pairs, key, value) for key, value in arguments.items())
+        members = row.pairs.spelling.in_order(arguments).items()
+        return row.pairs.between.join(_pair(row.pairs, key, value) for key, value in members)
     return json.dumps(arguments, ensure_ascii=False)
 
 

@@ -306,7 +306,7 @@ class _Placing:
             self._append(step)
         elif step.kind == "system" or (step.kind == "later_system" and self.last_kind != "system"):
             self.note("system message rendered as a user message", step.index)
-            self.place(replace(step, kind="user", text=f"[system]\n{step.text}"))
+            self.place(self._dialect.form.as_question(step))
         elif step.kind in ("result", "orphan") and self._bridge_to(step.kind) != ("user",):
             self.note("tool result rendered as a user message", step.index)
             self.place(replace(step, kind="user", text=hermes_result(step.text)))

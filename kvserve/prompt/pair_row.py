@@ -16,6 +16,7 @@ _BEGUN_TAG = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
 _WORD = re.compile(r"\S+")
 _LIST = [True, None, "zq"]
 _OBJECT = {"zqlist": _LIST}
+_SWAPPED = {"zqB": 1, "zqa": 2}
 
 
 class Unlike(Exception):
@@ -40,11 +41,19 @@ def find_pairs(write: Callable[[JsonObject], str], name: str) -> PairParts:
     if found is not None and closing.startswith(found[1]) and between.strip():
         lead, tail = value.removesuffix(found[0]), behind.removeprefix(found[1])
         spelling = _spelling(lambda said: _between(write({KEYS[0]: said}).partition(name)[2], head + lead, tail), found)
+        spelling = replace(spelling, sorts_keys=_sorts_keys(write, is_own=spelling.is_own))
         return PairParts(opening, lead, closing.removeprefix(found[1]), between, None, spelling)
     other_value = _other_value(number, before_first, behind)
     head += other_value
     spelling = _spelling(lambda said: _between(write({KEYS[0]: said}).partition(name)[2], head, behind))
+    spelling = replace(spelling, sorts_keys=_sorts_keys(write, is_own=False))
     return PairParts(opening, value, closing, between, None if other_value == value else other_value, spelling)
+
+
+def _sorts_keys(write: Callable[[JsonObject], str], *, is_own: bool) -> bool:
+    """Whether arguments, and the members of objects in a spelling of its own, stand in alphabetical order."""
+    said: list[JsonObject] = [_SWAPPED, *([{KEYS[0]: _SWAPPED}] if is_own else [])]
+    return all(-1 < text.find("zqa") < text.find("zqB") for text in map(write, said))
 
 
 def _marks(text: str, head: str, behind: str, value: str) -> tuple[str, str] | None:
@@ -114,7 +123,7 @@ def _spelling(write: Callable[[object], str | None], marks: tuple[str, str] | No
 
 def behind_pairs(text: str, position: int, pairs: PairParts, arguments: Mapping[str, object]) -> int | None:
     """Where these arguments end that stand at `position` in the text; None if they are not written as pairs."""
-    for index, (key, value) in enumerate(arguments.items()):
+    for index, (key, value) in enumerate(pairs.spelling.in_order(arguments).items()):
         lead = f"{pairs.between if index else ''}{pairs.opening}{key}{pairs.lead_of(value)}"
         if not text.startswith(lead, position):
             return None

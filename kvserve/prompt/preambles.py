@@ -1,4 +1,5 @@
-"""Finds whether one template forgets a running loop's thinking for words before a call, and where else they can stand.
+"""Finds whether one template forgets a running loop's thinking for words before a call, and where else they can stand;
+and whether a system's words begin a question.
 
 It knows one wire form, which counts only where the template's own rendering shows it, and no requests.
 """
@@ -28,6 +29,15 @@ def with_preamble(form: WireForm, render: Renders, loop: Sequence[PromptStep]) -
     their results, without thinking."""
     rows = (each for each in KNOWN if _stands(each, form, render, loop) and _is_needed(form, render, loop))
     return replace(form, preamble=next(rows, None))
+
+
+def with_system_joined(form: WireForm, render: Renders) -> WireForm:
+    """The form with whether a system's text before a question is written as one text with it, as two messages of a user
+    are joined that the template refuses."""
+    system, user = PromptStep("system", _WORDS), PromptStep("user", _SECOND)
+    whole = render((replace(user, text=f"{_WORDS}\n\n{_SECOND}"),), form)
+    alternates = not isinstance(render((user, user), form), str)
+    return replace(form, joins_system=alternates and isinstance(whole, str) and render((system, user), form) == whole)
 
 
 def with_words_joined(steps: Sequence[PromptStep]) -> list[PromptStep]:

@@ -11,7 +11,7 @@ from kvserve.core import ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.conform import Dialect, Place
 from kvserve.prompt.control import Sample
-from kvserve.prompt.preambles import with_preamble
+from kvserve.prompt.preambles import with_preamble, with_system_joined
 from kvserve.prompt.steps import (
     INLINE,
     ROLES,
@@ -156,8 +156,8 @@ def probe(prober: Prober) -> Dialect | None:
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
     form = replace(form, joints=dict(_joints(prober, dialect)), cuts_inline=frozenset(_cuts_inline(prober, dialect)))
-    dialect = replace(dialect, form=with_preamble(form, prober.render, talk(TWO_CALLS)))
-    dialect = _probe_call_shapes(prober, dialect) if dialect.calls else dialect
+    form = with_preamble(with_system_joined(form, prober.render), prober.render, talk(TWO_CALLS))
+    dialect = _probe_call_shapes(prober, replace(dialect, form=form)) if dialect.calls else replace(dialect, form=form)
     return replace(dialect, order=frozenset(_order(prober, dialect)))
 
 

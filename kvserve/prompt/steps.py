@@ -130,6 +130,7 @@ class WireForm:
     texts of a message, per role; texts of other roles get a line each. `cuts_inline`: for these kinds, behind a result
     or not, the template cuts inline reasoning off as soon as something follows. `think_tags` are those of reasoning in
     a text. `preamble` is for words before a call until an answer follows, for which the template forgets thinking.
+    `joins_system`: it writes a system's text as the beginning of the question behind it, and no mark of it.
     """
 
     content_as_list: bool = False
@@ -147,6 +148,12 @@ class WireForm:
     cuts_inline: frozenset[tuple[Kind, bool]] = frozenset()
     think_tags: ThinkTags = THINK_TAGS
     preamble: Preamble | None = None
+    joins_system: bool = False
+
+    def as_question(self, step: PromptStep) -> PromptStep:
+        """A system's step as a user's, marked where the template would not write the same of it."""
+        is_joined = step.kind == "system" and self.joins_system
+        return replace(step, kind="user", text=step.text if is_joined else f"[system]\n{step.text}")
 
 
 def steps_of(

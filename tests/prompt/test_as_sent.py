@@ -50,6 +50,30 @@ def test_a_template_that_demands_descriptions_gets_empty_ones() -> None:
     assert shown(BY_HAND, ToolSpec("f", "Does it.", NO_PARAMETERS)).startswith("f: Does it. {")
 
 
+MOVES = (
+    "{% set rules = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('roles alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ rules ~ '\n\n' if loop.last and rules }}{{ m.content }}{% endfor %}"
+)
+"""A system text stands in the newest message, a question's beginning (Mistral Nemo)."""
+
+
+def test_a_system_text_that_a_template_moves_begins_the_first_question_as_it_writes_it() -> None:
+    """Of one question the prompt is the template's, and the next prompt begins with it. A template that writes more
+    than the two texts gets the words of a system marked."""
+    rules, hi = Message("system", (TextBlock("Be brief."),)), Message("user", (TextBlock("hi"),))
+    later = (Message("assistant", (TextBlock("yes"),)), Message("user", (TextBlock("go"),)))
+
+    def written(source: str, *messages: Message) -> str:
+        return ChatTemplate(tokenizer_of(byte_level_backend(), source)).render(messages, (), thinking=True).text
+
+    assert written(MOVES, rules, hi) == "<user>Be brief.\n\nhi"
+    assert written(MOVES, rules, hi, *later) == "<user>Be brief.\n\nhi<assistant>yes<user>go"
+    marks = MOVES.replace("rules ~", "'RULES ' ~ rules ~")
+    assert written(marks, rules, hi, *later) == "<user>[system]\nBe brief.\n\nhi<assistant>yes<user>go"
+
+
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}SEPARATOR{% endfor %}{% endif %}{% endfor %}"

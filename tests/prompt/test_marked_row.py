@@ -9,21 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.app.model_factory import read_calls, unheld_calls
+from kvserve.app.model_factory import read_calls
 from kvserve.core import CallRow, JsonObject, PairParts, Spelling, ToolCallBlock, ToolSpec
-from kvserve.output.call_grammar import CallGrammar, OfferedTool
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.lark import Lark
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers.own_text import read_own
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.template import ChatTemplate
 from tests.calls import calls_of
 from tests.laws import num_examples
 from tests.prompt.call_forms import ANY, CALLS, HEAD, READ, REAL_MARKED, TAIL, VARIABLES, rendered, source_of
-from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.test_call_row import read
 from tests.prompt.vocabularies import TEMPLATES
 
@@ -79,7 +75,7 @@ def read_back(name: str, pieces: Sequence[str], tools: Sequence[ToolSpec] = TOOL
 
 def test_the_marks_of_strings_are_what_the_template_writes() -> None:
     """And around nothing else: how lists and objects are spelt is found with them."""
-    own = Spelling(null="None", marks=("<|s|>", "<|s|>"), is_own=True)
+    own = Spelling(null="None", marks=("<|s|>", "<|s|>"), is_own=True, sorts_keys=True)
     assert row_of("own") == CallRow(
         ("<|call>",), ("{",), ("}<call|><|call>",), ("}<call|>",), pairs=PairParts("", ":", "", ",", None, own)
     )
@@ -87,6 +83,19 @@ def test_the_marks_of_strings_are_what_the_template_writes() -> None:
     assert row_of("quoted") == CallRow(
         ("<|calls|>[",), ("(",), ("), ",), (")]<|calls_end|>",), pairs=PairParts("", "=", "", ", ", None, quoted)
     )
+
+
+def test_the_order_of_keys_is_the_templates() -> None:
+    """Alphabetical, whatever their case, if arguments are and the members of objects too; else as they were said."""
+    for old, new in (("v | dictsort", "v.items()"), ("arguments | dictsort", "arguments | dictsort(true)")):
+        source = MARKED["own"].replace(old, new)
+        row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+        assert source != MARKED["own"] and isinstance(row, CallRow) and row.pairs is not None
+        assert not row.pairs.spelling.sorts_keys
+    said: list[tuple[str, JsonObject]] = [("any", {"b": 1, "A": {"d": 2, "C": 3}})]
+    made = [ToolCallBlock("", name, json.dumps(arguments)) for name, arguments in said]
+    for name in MARKED:
+        assert CallWords(row_of(name)).calls(made) == written(name, *said)
 
 
 @pytest.mark.long
@@ -227,18 +236,3 @@ def test_calls_in_words_are_in_the_marked_form(name: str) -> None:
     calls: list[tuple[str, JsonObject]] = [("read_file", {"lines": 3, "path": "it's"}), ("any", {})]
     made = [ToolCallBlock("", called, json.dumps(arguments)) for called, arguments in calls]
     assert CallWords(row).calls(made) == written(name, *calls)
-
-
-@every_form
-def test_calls_in_marks_are_forced_in_the_json_form(name: str) -> None:
-    """A grammar would have to keep out of texts what ends them; the start says so."""
-    tokenizer = tokenizer_of(byte_level_backend(), MARKED[name])
-    template, output_format = ChatTemplate(tokenizer, row=row_of(name)), format_of(name)
-    assert unheld_calls(template, output_format, row_of(name)) == (
-        "its chat template writes strings between marks, and forced calls come in the JSON form"
-    )
-    for family in ("auto", "qwen3"):  # whichever form comes first
-        output_format = select_format(family, MARKED[name], (), None, row_of(name))
-        assert CallGrammar(Lark({}), output_format).in_text([OfferedTool(READ, "tools[0]")]) is None
-        grammar = CallGrammar(Lark({}), output_format)
-        assert grammar.forced([OfferedTool(READ, "tools[0]")], many=True) and "<tool_call>" in grammar.lark.text("")

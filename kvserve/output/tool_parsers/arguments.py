@@ -60,9 +60,7 @@ class TypedArguments:
     @property
     def keys(self) -> frozenset[str]:
         """The keys that the tool's schema names, none where it allows others in so many words."""
-        properties = self._schema.get("properties")
-        is_open = self._schema.get("additionalProperties", False) is not False
-        return frozenset(properties if isinstance(properties, Mapping) and not is_open else ())
+        return closed_keys(self._schema)
 
     def open(self) -> None:
         """Note that the call is certain, before its first key."""
@@ -183,6 +181,13 @@ class ArgumentValue:
         self._draft.write(escaped(self._waiting) if self._is_string else '"' + escaped("".join(self._text)))
 
 
+def closed_keys(schema: Mapping[str, object]) -> frozenset[str]:
+    """The keys that a schema names, none where it allows others in so many words."""
+    properties = schema.get("properties")
+    is_open = schema.get("additionalProperties", False) is not False
+    return frozenset(properties if isinstance(properties, Mapping) and not is_open else ())
+
+
 def parameters_of(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:
     """The schema of the tool's arguments; empty if there is no such tool."""
     return next((tool.parameters for tool in tools if tool.name == name), {})
@@ -219,7 +224,7 @@ def _types(schema: object, root: object, known: dict[str, frozenset[str]], depth
         case str(reference):
             if reference not in known:
                 known[reference] = JSON_TYPES
-                known[reference] = _types(_resolve(reference, root), root, known, depth + 1)
+                known[reference] = _types(resolve(reference, root), root, known, depth + 1)
             types &= known[reference]
     for keyword in ("anyOf", "oneOf", "allOf"):
         match schema.get(keyword):
@@ -229,13 +234,24 @@ def _types(schema: object, root: object, known: dict[str, frozenset[str]], depth
     return types | {"integer"} if "number" in types else types
 
 
-def _resolve(reference: str, root: object) -> object:
+def resolve(reference: str, root: object) -> object:
+    """The schema that a reference names inside `root`; None if there is none."""
     target = root if reference.startswith("#") else None
     for step in reference[1:].split("/")[1:]:
         if not isinstance(target, Mapping):
             return None
         target = target.get(step.replace("~1", "/").replace("~0", "~"))
     return target
+
+
+def choices_of(schema: Mapping[str, object]) -> Sequence[object] | None:
+    """The values that a schema enumerates; None where it does not."""
+    match (schema.get("enum"), "const" in schema):
+        case ([_, *_] as choices, _):
+            return choices
+        case (_, True):
+            return [schema["const"]]
+    return None
 
 
 def type_names(value: object) -> frozenset[str]:

@@ -112,6 +112,18 @@ class MarkedArguments:
             arguments.keep(key, value, is_more=place.way.end is None)
         return place.call_end(text.num_read)
 
+    @property
+    def names_count(self) -> bool:
+        """Whether a string's mark stands in prose too, so that only names that are known end it."""
+        return re.fullmatch(TAG, (self.pairs.spelling.marks or ("", ""))[1]) is None
+
+    def string_ends(self, keys: frozenset[str], offered: Offered) -> list[tuple[tuple[PathStep, ...], frozenset[str]]]:
+        """What ends a string behind its mark in a call whose schema names `keys`: the steps of each way on, and what
+        its blank may be, anything without names."""
+        mark = (self.pairs.spelling.marks or ("", ""))[1]
+        ways = self._string_ways(mark, keys, offered, counts=True)
+        return [(way.path.steps[len(_mark_step(mark)) :], way.names) for way in ways]
+
     def _begun(self, arguments: TypedArguments, opening: str) -> Reader[str]:
         """The beginning of a value, behind its key."""
         try:
@@ -122,9 +134,8 @@ class MarkedArguments:
 
     def _string_ways(self, mark: str, keys: frozenset[str], offered: Offered, *, counts: bool) -> list[_Way]:
         """The ways over the mark that ends a string."""
-        is_in_prose = re.fullmatch(TAG, mark) is None
-        more = self._more_ways(mark, keys, keys if is_in_prose else _NO_NAMES)
-        return [*more, *self._end_ways(mark, offered, offered.names if is_in_prose and counts else _NO_NAMES)]
+        more = self._more_ways(mark, keys, keys if self.names_count else _NO_NAMES)
+        return [*more, *self._end_ways(mark, offered, offered.names if self.names_count and counts else _NO_NAMES)]
 
     def _more_ways(self, mark: str, keys: frozenset[str], names: frozenset[str]) -> Iterator[_Way]:
         lead = self.pairs.closing + self.pairs.between + self.pairs.opening

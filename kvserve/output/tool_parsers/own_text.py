@@ -11,6 +11,7 @@ from kvserve.core import Spelling
 from kvserve.output.tool_parsers.json_text import MAX_DEPTH, read_json, write_json
 
 BEHIND_VALUE = ",:]}"
+_NOT_IN_KEYS = frozenset(",:[]{}\r\n")
 _SPACE = re.compile(r"\s*")
 _BARE_KEY = re.compile(r"[^:,\[\]{}]*")
 _SCALAR = re.compile(r"[^,\[\]{}\s]+")
@@ -28,6 +29,12 @@ def read_own(text: str, spelling: Spelling) -> object:
     if reading.position < len(text):
         raise ValueError("text behind the value")
     return read_json(write_json(value))
+
+
+def is_bare_key(key: str, spelling: Spelling) -> bool:
+    """Whether a key is read back that stands bare in an object of this spelling."""
+    marks = (*(spelling.marks or ()), '"', "'")
+    return _NOT_IN_KEYS.isdisjoint(key) and key == key.strip() and not any(mark in key for mark in marks)
 
 
 @dataclass(slots=True)

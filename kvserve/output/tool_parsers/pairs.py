@@ -56,6 +56,11 @@ def ends_of(row: CallRow) -> tuple[Chain, ...]:
     return reading.more.tags, *reading.lasts
 
 
+def marked_of(row: CallRow) -> MarkedArguments | None:
+    """The reader of the row's arguments, where their strings stand between marks."""
+    return _Reading.of(row).marked
+
+
 def chain_of(text: str) -> Chain:
     """The tags of a text, between which any white space may stand."""
     return tuple(part for part in _SEAM.split(text) if part)
