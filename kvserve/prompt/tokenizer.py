@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, TokenizersBackend
 
 from kvserve.errors import ModelLoadError
 from kvserve.prompt.compiled import by_tools, fault_of
@@ -100,9 +100,9 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(
             str(model_dir), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
         )
+        backend = _as_written(model_dir, loaded)
     except Exception as error:  # the Rust tokenizer raises bare Exception for a file that it cannot read
         raise ModelLoadError(_diagnosis(model_dir, error)) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(
             f"{model_dir} has a {type(loaded).__name__}, which has no fast form. Add a tokenizer.json to the folder."
@@ -122,6 +122,14 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
             {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
         ),
     )
+
+
+def _as_written(model_dir: Path, loaded: object) -> object:
+    """The tokenizer of tokenizer.json with its own rules: of many classes transformers puts the class's in their place,
+    and folders name classes that are not theirs (Granite, MiniMax and OLMo that of GPT-2, Qwen3.5 that of Qwen2)."""
+    if type(loaded) is not TokenizersBackend and (model_dir / "tokenizer.json").is_file():
+        loaded = TokenizersBackend.from_pretrained(str(model_dir), local_files_only=True)
+    return getattr(loaded, "backend_tokenizer", None)
 
 
 def _chat_template(model_dir: Path, template: object) -> str | None:
