@@ -40,8 +40,8 @@ END_OF_TURN_TOKENS = (
 class Tokenizer:
     """Text <-> model tokens. Immutable and thread-safe.
 
-    `vocab_size` counts the tokens that have a text; the model's logits may have more rows. `template_variables` are the
-    special tokens under the names that chat templates read (`bos_token`, ...).
+    The ids of all tokens that have a text are below `vocab_size`; the model's logits may have more rows, or fewer.
+    `template_variables` are the special tokens under the names that chat templates read (`bos_token`, ...).
     """
 
     backend: tokenizers.Tokenizer
@@ -110,11 +110,12 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
     # The wrapper sets these on every call, a race between threads; the bare backend never changes.
     backend.no_padding()
     backend.no_truncation()
-    template = _chat_template(model_dir, loaded.chat_template) if template is None else template
+    if template is None:
+        template = _chat_template(model_dir, loaded.chat_template or _processors_template(model_dir))
     return Tokenizer(
         backend=backend,
         decoder=decoder_form(backend),
-        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
         stop_token_ids=frozenset(_stop_token_ids(model_dir, backend, loaded.eos_token_id, template)),
         special_tokens=frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special),
         chat_template=template,
@@ -130,6 +131,11 @@ def _as_written(model_dir: Path, loaded: object) -> object:
     if type(loaded) is not TokenizersBackend and (model_dir / "tokenizer.json").is_file():
         loaded = TokenizersBackend.from_pretrained(str(model_dir), local_files_only=True)
     return getattr(loaded, "backend_tokenizer", None)
+
+
+def _processors_template(model_dir: Path) -> object:
+    """The template that older folders of models that see have in a file of their processor's alone."""
+    return _json_object(model_dir / "chat_template.json").get("chat_template")
 
 
 def _chat_template(model_dir: Path, template: object) -> str | None:

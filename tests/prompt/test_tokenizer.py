@@ -155,3 +155,25 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, tokenizer_class: str, 
     if model_type in ("granite", "minimax_m2"):
         stock = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
         assert list(loaded.encode(text)) == stock(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_template_of_a_processor_is_the_models(folder: Path) -> None:
+    """Folders of models that see may have their template in chat_template.json alone: without it their prompts were
+    labelled plain text. One that the tokenizer has itself goes before."""
+    source = (folder / "chat_template.jinja").read_text("utf-8")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(folder).chat_template == source
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": source}))
+    assert load_tokenizer(folder).chat_template == source
+    (folder / "chat_template.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.json cannot be read"):
+        load_tokenizer(folder)
+
+
+def test_every_id_of_a_text_is_below_the_vocabularys_size(folder: Path) -> None:
+    """Ids may leave gaps: a token far behind the others counts with its id."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["\u0100far"] = 50_000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(folder).vocab_size == 50_001
