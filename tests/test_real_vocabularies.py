@@ -1,5 +1,6 @@
 """What the benchmarks of real vocabularies measure, on vocabularies that are always here, and that each can fail."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from benchmarks import vocabulary_loops
 from benchmarks.client import BenchmarkError
 from benchmarks.frozen import FrozenOracle
 from benchmarks.model_free import ModelFree
+from benchmarks.own_turn import Loop
 from benchmarks.real_vocabularies import play, table
 from benchmarks.recordings import MESSAGES, Conversation, Reply, Request
 from benchmarks.splitting import Spoken, answers
@@ -69,6 +71,23 @@ def test_a_model_says_what_its_template_can_write(tmp_path: Path) -> None:
     text = model.served.tokenizer.decode(script.ids)
     assert text.startswith('{"name": "read_file", "parameters": {') and "a  b.py" in text
     assert script.ids != model.served.tokenizer.encode(text), "they are odd tokens"
+
+
+def test_a_warm_turn_brings_an_answer_that_no_client_gave_back_before(model: ModelFree) -> None:
+    """What is measured of it has an answer and a result that are new to the server, behind a history that stays."""
+    loop = Loop(60_000)
+    for number, request in zip(range(3), loop.requests(), strict=False):
+        model.serve(request, number)
+    before, request = loop.turn(9)
+    history = loop.body()["messages"]
+    assert request.body["messages"][: len(before.body["messages"])] == before.body["messages"]
+    assert before.reply is not None and before.reply.content not in str(before.body)
+    [echoed, result] = request.body["messages"][len(history) :]
+    assert echoed["content"] == before.reply.content and result["tool_call_id"] == echoed["tool_calls"][0]["id"]
+    model.serve(before, 3)
+    told = model.end(model.start(json.dumps(request.body).encode(), request, 4))
+    assert told.num_replayed_turns == sum(message["role"] == "assistant" for message in request.body["messages"])
+    assert loop.body()["messages"] == history and loop.turn(8)[0].body != before.body
 
 
 # --- in closed loop over HTTP ----------------------------------------------------------------------------------------
