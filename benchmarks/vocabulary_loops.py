@@ -154,12 +154,14 @@ def _said(request: Request, parts: Sequence[Wire]) -> Reply:
 
 
 def is_to_the_letter(request: Request, heard: Reply, said: Reply | None, scripts: NativeScripts) -> bool:
-    """Whether a client heard what its model was to say, as far as the template can write it and the client stayed. The
-    white space around thinking and words is the template's own form."""
+    """Whether a client heard what its model was to say, as far as the template can write it, the client stayed, and it
+    wants to be shown thinking. White space around thinking and words is the template's own form."""
     if request.reply is None:
         kept = scripts.sayable(said or Reply("I should wait."))
         return f"{kept.content}{UNHEARD}".strip().startswith(heard.content.strip())
-    return _letters(heard) == _letters(scripts.sayable(request.reply))
+    wanted = scripts.sayable(request.reply)
+    is_hidden = (request.body.get("thinking") or {}).get("display") == "omitted"
+    return _letters(heard) == _letters(replace(wanted, reasoning="") if is_hidden else wanted)
 
 
 def _letters(said: Reply) -> tuple[str, str, list[tuple[str, object]]]:
@@ -284,7 +286,8 @@ begins a session.
 - oracle: that of the session as it was recorded (`frozen.py`), where transformers renders all of it. Reuse may not be
   below either by more than {TOLERANCE}.
 - answers to the letter: how many of the answers, thinking, words and calls with their values, came to the client as the
-  model was to say them, but for white space around thinking and words, which is the template's own form.
+  model was to say them, but for white space around thinking and words, which is the template's own form, and thinking
+  that the client wants omitted (Claude Code).
 
 Measured so far: {len(rows)} of {len(SESSIONS) * len(WHOLE_VOCABULARIES)} sessions; `--missing` measures the others.
 Closed loops of six turns of `/v1/chat/completions` on the same vocabularies are in [templates.md](templates.md).

@@ -154,6 +154,9 @@ def test_the_letters_are_those_that_could_be_written(heard: Reply, is_exact: boo
     request = Request({"messages": []}, Reply("Hm.\n", "\nI look.", (CALL, CALL)), path=MESSAGES)
     scripts: Any = Fluent()
     assert vocabulary_loops.is_to_the_letter(request, heard, request.reply, scripts) is is_exact
+    hidden = replace(request, body={"messages": [], "thinking": {"type": "adaptive", "display": "omitted"}})
+    thoughtless = vocabulary_loops.is_to_the_letter(hidden, replace(heard, reasoning=""), request.reply, scripts)
+    assert thoughtless is (is_exact or heard == Reply("", "I look.", (CALL,)))
     left, kept = replace(request, reply=None), Reply("Hm.", "I lo")
     assert vocabulary_loops.is_to_the_letter(left, Reply("Hm.", "I lo And"), kept, scripts)
     assert not vocabulary_loops.is_to_the_letter(left, Reply("Hm.", "I la"), kept, scripts)
