@@ -119,7 +119,7 @@ def play(
         server.ask(side_request(recorded, number), None)
         counted = server.count(request) if request.path == MESSAGES else None
         before = server.totals()
-        echoes.answered(number, _answer(server, request, echoes.said(number)))
+        echoes.answered(number, answered(server, request, echoes.said(number)))
         after = server.totals()
         told = Told(*(after[name] - before[name] for name in ("num_prompt_tokens", "num_cached_tokens")), None)
         assert counted in (None, told.num_prompt_tokens), "a count was not the prompt's"
@@ -127,7 +127,7 @@ def play(
     return asked
 
 
-def _answer(server: LedServer, request: Request, said: Reply | None) -> list[dict[str, Any]]:
+def answered(server: LedServer, request: Request, said: Reply | None) -> list[dict[str, Any]]:
     """Blocks or items of the answer as the client has them; of one that it leaves, what it has by then."""
     parts = joined_blocks if request.path == MESSAGES else _items
     if request.reply is not None:

@@ -16,12 +16,17 @@ CALL_NAMES: Mapping[str, str] = {"tool_use": "id", "function_call": "call_id"}
 RESULT_NAMES = ("tool_use_id", "call_id")
 """The fields in which results name their calls."""
 
+UNCALLED = ""
+"""In the place of the name of a call that this server's answer lacks."""
+
 
 class Echoes:
-    """The bodies of one session of `/v1/messages` or `/v1/responses`, and what a server answered to them so far."""
+    """The bodies of one session of `/v1/messages` or `/v1/responses`, and what a server answered to them so far. Where
+    it `may_call_less`, the results of calls that an answer lacks are left out."""
 
-    def __init__(self, talk: Conversation) -> None:
+    def __init__(self, talk: Conversation, *, may_call_less: bool = False) -> None:
         self._talk = talk
+        self._may_call_less = may_call_less
         self._said = [request.reply or _part_said(talk, number) for number, request in enumerate(talk.requests)]
         self._answers: dict[int, list[Wire]] = {}
 
@@ -40,7 +45,7 @@ class Echoes:
         request = self._talk.requests[number]
         field, names = _history_field(request.path), dict[str, str]()
         history = [entry for run in _runs(request.body[field]) for entry in self._echoed(run, names)]
-        return {**request.body, field: [_renamed(entry, names) for entry in history]}
+        return {**request.body, field: list(_renamed(history, names))}
 
     def _echoed(self, run: list[Wire], names: dict[str, str]) -> list[Wire]:
         """A stretch of the history; `names` then has what the calls in it are called now."""
@@ -50,7 +55,9 @@ class Echoes:
                 raise ValueError("An answer in the history belongs to no request.")
             return run  # somebody else's, or words that the client itself put into the model's mouth
         recorded, answer = _parts(run), [dict(part) for part in self._answers[self._said.index(said)]]
-        names.update(zip(_call_names(recorded), _call_names(answer), strict=True))
+        called, calls = _call_names(recorded), _call_names(answer)
+        lacking = [UNCALLED] * (len(called) - len(calls)) if self._may_call_less else []
+        names.update(zip(called, [*calls, *lacking], strict=True))
         return [{**run[0], "content": answer}] if _is_message(run[0]) else answer
 
 
@@ -104,9 +111,12 @@ def _call_names(parts: Sequence[Wire]) -> list[str]:
     return [part[CALL_NAMES[part["type"]]] for part in parts if part["type"] in CALL_NAMES]
 
 
-def _renamed(entry: Wire, names: Mapping[str, str]) -> Wire:
-    """A message, a block or an item whose results name calls as they are called now."""
-    renamed = entry | {field: names[entry[field]] for field in RESULT_NAMES if entry.get(field) in names}
-    if isinstance(entry.get("content"), list):
-        renamed["content"] = [_renamed(block, names) for block in entry["content"]]
-    return renamed
+def _renamed(entries: Sequence[Wire], names: Mapping[str, str]) -> Iterator[Wire]:
+    """Messages, blocks or items whose results name calls as they are called now, without those of calls that are not
+    made now."""
+    for entry in entries:
+        renamed = entry | {field: names[entry[field]] for field in RESULT_NAMES if entry.get(field) in names}
+        if isinstance(entry.get("content"), list):
+            renamed["content"] = list(_renamed(entry["content"], names))
+        if not any(renamed.get(field) == UNCALLED for field in RESULT_NAMES):
+            yield renamed

@@ -88,7 +88,8 @@ class KeptRows[R: Row]:
         return merged
 
 
-def _order(row: Row) -> tuple[int, str, int, str]:
+def _order(row: Row) -> tuple[int, str, int, str, str]:
     """Recorded clients first, as they are listed; a family's rows of a client together."""
     place = RECORDED_CLIENTS.index(row.client) if row.client in RECORDED_CLIENTS else len(RECORDED_CLIENTS)
-    return place, row.client, PLAYED_FAMILIES.index(row.family), row.name
+    family = PLAYED_FAMILIES.index(row.family) if row.family in PLAYED_FAMILIES else len(PLAYED_FAMILIES)
+    return place, row.client, family, row.family, row.name

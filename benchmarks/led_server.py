@@ -41,14 +41,17 @@ OWN_HEADERS = frozenset(
 """What every sender of a request sets for itself."""
 
 type Processor = Callable[[mx.array, mx.array], mx.array]
+type Write = Callable[[ServedModel, Sequence[int], Reply], Script]
 
 
 class LedServer:
     """A running server that answers one request at a time."""
 
-    def __init__(self, app: Server, *, warms: bool = False) -> None:
+    def __init__(self, app: Server, *, warms: bool = False, write: Write = script_of) -> None:
+        """`write` makes what the model writes of an answer behind a prompt."""
         self._app = app
         self._warms = warms
+        self._written_by = write
         self._lead: Callable[[Sequence[int]], Script] | None = None
         self._ids = GivenIds()
 
@@ -131,7 +134,7 @@ class LedServer:
         """Have this written to the next request."""
         if reply is None:
             raise ValueError("There is nothing to write.")
-        self._lead = lambda prompt: script_of(self.served, prompt, reply)
+        self._lead = lambda prompt: self._written_by(self.served, prompt, reply)
 
     def _settle(self) -> None:
         """Wait until the row is gone and what it computed is kept and, with `warms`, what comes next is computed."""
@@ -192,7 +195,7 @@ def _told(path: str, usage: Mapping[str, Any]) -> Told:
 
 
 @contextlib.contextmanager
-def led_server(folder: Path, scratch: Path, *, warms: bool = False) -> Iterator[LedServer]:
+def led_server(folder: Path, scratch: Path, *, warms: bool = False, write: Write = script_of) -> Iterator[LedServer]:
     """Serve the model in `folder` on a free port with default settings, without LiteLLM or a disk. With `warms` the
     next turn is computed ahead, and no request is sent before that is done."""
     values: dict[str, Any] = {name: field.default for name, field in Settings.model_fields.items()}
@@ -201,7 +204,7 @@ def led_server(folder: Path, scratch: Path, *, warms: bool = False) -> Iterator[
     values |= {"warm_next_turn": warms}  # else what an idle engine does between two requests is nobody's answer
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     app = Server(Launch(settings, None, False, "off", {}), Terminal(Console(file=io.StringIO())))
-    server = LedServer(app, warms=warms)
+    server = LedServer(app, warms=warms, write=write)
     with mock.patch.object(decode_group, "processors_for", server.processors_for):
         try:
             app.start(threading.Event())

@@ -84,11 +84,12 @@ def play(talk: Conversation, vocabulary: str, model: ModelFree, oracle: FrozenOr
         num_common = min(computed.longest_prefix(prompt), len(prompt) - 1)
         computed.add(model.context)
         num_turns = sum(message["role"] == "assistant" for message in request.messages)
-        asked.append(Asked(told, num_common, _possible(oracle, request), num_turns))
+        asked.append(Asked(told, num_common, possible_share(oracle, request), num_turns))
     return Row(vocabulary, talk.name, tuple(asked[1:]))
 
 
-def _possible(oracle: FrozenOracle, request: Request) -> float | None:
+def possible_share(oracle: FrozenOracle, request: Request) -> float | None:
+    """How much of a request was computed before, None where transformers does not write it."""
     try:
         possible = oracle.judge(request)
     except Exception as error:  # noqa: BLE001  # a template raises whatever it likes

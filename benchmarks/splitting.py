@@ -40,8 +40,14 @@ from kvserve.output.stop import StopScanner
 SHORT_BYTES, LONG_BYTES = 33_000, 330_000
 """About ten and a hundred thousand odd tokens."""
 
+STOP_STRINGS = ("\n\nHuman:", "\nObservation:")
+"""Looked for in every answer, found in none."""
+
 MAX_GROWTH = 1.3
 CALL_BYTES = 2_000
+OTHER_SCRIPTS = "Größe, 東京の天気, 한글, שלום, مرحبا, ไทย, नमस्ते, 👩🏽‍💻 🏴‍☠️ ❤️, 𓀀𓁐𓂀 ꧁꧂ \ufeff\u2028, so to say. "
+"""Characters of several tokens, and of as many byte tokens as they have bytes."""
+
 _TAG_LIKE = re.compile(r"<(?![ =\d])")
 
 
@@ -75,7 +81,7 @@ class Spoken:
     def _events(self) -> Iterator[Sequence[AnswerEvent]]:
         served = self.model.served
         splitter = Splitter(served.output_format, starts_in_reasoning=self.opens_reasoning, tools=self.tools)
-        reader = AnswerReader(served.tokenizer.detokenizer(self.prompt), StopScanner(()), splitter)
+        reader = AnswerReader(served.tokenizer.detokenizer(self.prompt), StopScanner(STOP_STRINGS), splitter)
         for token in self.ids:
             yield reader.feed([token])
         timing = GenerationTiming(0.0, 0.0, 0.0)
@@ -100,8 +106,10 @@ def answers(num_bytes: int) -> Mapping[str, Reply]:
     source = "\n".join(file.read_text("utf-8") for file in sorted(REPOSITORY.glob("kvserve/**/*.py")))
     text = _TAG_LIKE.sub("(", source)[:num_bytes]
     half, parts = num_bytes // 2, range(0, num_bytes, CALL_BYTES)
+    others = "".join(f"{number}. {OTHER_SCRIPTS}" for number in range(num_bytes // len(OTHER_SCRIPTS.encode())))
     return {
         "thinking and text": Reply(text[:half], text[half:]),
+        "other scripts": Reply(others[: len(others) // 2], others[len(others) // 2 :]),
         "one call": Reply(calls=(_call(text),)),
         "calls": Reply(calls=tuple(_call(text[start : start + CALL_BYTES]) for start in parts)),
     }

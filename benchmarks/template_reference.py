@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, TokenizersBackend
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 type Wire = dict[str, Any]
@@ -72,9 +72,7 @@ class Reference:
     """One folder's tokenizer and template in transformers, or another template in the place of its own."""
 
     def __init__(self, folder: Path, template_source: str | None = None) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
-        )
+        self.tokenizer: Any = _tokenizer(folder)
         if template_source is not None:
             self.tokenizer.chat_template = template_source
         template = self.tokenizer.chat_template
@@ -150,6 +148,15 @@ class Reference:
         flags = (False, True) if has_calls else (False,)
         for thought, as_text, id_form, omits in product(thoughts, flags, ids, flags):
             yield Spelling(as_text, id_form, omits, thought)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The rules of tokenizer.json as they stand: a class that the folder names may have others of its own."""
+    if (folder / "tokenizer.json").is_file():
+        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        str(folder), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
+    )
 
 
 def _spelt(message: Wire, number: int, messages: Sequence[Wire], spelling: Spelling) -> Wire:

@@ -174,6 +174,24 @@ def test_items_are_given_back_as_they_came_and_their_outputs_name_their_calls() 
     assert echoes.body(1)["input"] == [asked, *OWN_ITEMS, {**output, "call_id": "own"}]
 
 
+def test_results_of_calls_that_were_not_made_are_left_out_where_that_may_be() -> None:
+    """A model that makes one call where two were recorded; else a missing call is an error."""
+    both = Reply("Hm.", "Look.", (*CALL.calls, *CALL.calls))
+    results = [{"type": "tool_result", "tool_use_id": name, "content": "a tree"} for name in ("t1", "t2")]
+    history = [user("Look."), {"role": "assistant", "content": [*BLOCKS, {**LOOK, "id": "t2"}]}, user(results)]
+    requests = (
+        Request({"messages": history[:1]}, both, path=MESSAGES),
+        Request({"messages": history}, None, path=MESSAGES),
+    )
+    talk = Conversation("c", "c", requests)
+    lenient, strict = Echoes(talk, may_call_less=True), Echoes(talk)
+    for echoes in (lenient, strict):
+        echoes.answered(0, OWN_BLOCKS)
+    assert lenient.body(1)["messages"][2] == user([{**results[0], "tool_use_id": "own"}])
+    with pytest.raises(ValueError, match="zip"):
+        strict.body(1)
+
+
 def test_an_answer_of_nobodys_is_no_part_of_a_session() -> None:
     """Nothing is passed on as the server's that it did not say."""
     requests = (

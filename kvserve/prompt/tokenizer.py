@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, TokenizersBackend
 
 from kvserve.errors import ModelLoadError
 from kvserve.prompt.compiled import by_tools, fault_of
@@ -40,8 +40,8 @@ END_OF_TURN_TOKENS = (
 class Tokenizer:
     """Text <-> model tokens. Immutable and thread-safe.
 
-    `vocab_size` counts the tokens that have a text; the model's logits may have more rows. `template_variables` are the
-    special tokens under the names that chat templates read (`bos_token`, ...).
+    The ids of all tokens that have a text are below `vocab_size`; the model's logits may have more rows, or fewer.
+    `template_variables` are the special tokens under the names that chat templates read (`bos_token`, ...).
     """
 
     backend: tokenizers.Tokenizer
@@ -100,9 +100,9 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(
             str(model_dir), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
         )
+        backend = _as_written(model_dir, loaded)
     except Exception as error:  # the Rust tokenizer raises bare Exception for a file that it cannot read
         raise ModelLoadError(_diagnosis(model_dir, error)) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(
             f"{model_dir} has a {type(loaded).__name__}, which has no fast form. Add a tokenizer.json to the folder."
@@ -110,11 +110,12 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
     # The wrapper sets these on every call, a race between threads; the bare backend never changes.
     backend.no_padding()
     backend.no_truncation()
-    template = _chat_template(model_dir, loaded.chat_template) if template is None else template
+    if template is None:
+        template = _chat_template(model_dir, loaded.chat_template or _processors_template(model_dir))
     return Tokenizer(
         backend=backend,
         decoder=decoder_form(backend),
-        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
         stop_token_ids=frozenset(_stop_token_ids(model_dir, backend, loaded.eos_token_id, template)),
         special_tokens=frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special),
         chat_template=template,
@@ -122,6 +123,19 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
             {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
         ),
     )
+
+
+def _as_written(model_dir: Path, loaded: object) -> object:
+    """The tokenizer of tokenizer.json with its own rules: of many classes transformers puts the class's in their place,
+    and folders name classes that are not theirs (Granite, MiniMax and OLMo that of GPT-2, Qwen3.5 that of Qwen2)."""
+    if type(loaded) is not TokenizersBackend and (model_dir / "tokenizer.json").is_file():
+        loaded = TokenizersBackend.from_pretrained(str(model_dir), local_files_only=True)
+    return getattr(loaded, "backend_tokenizer", None)
+
+
+def _processors_template(model_dir: Path) -> object:
+    """The template that older folders of models that see have in a file of their processor's alone."""
+    return _json_object(model_dir / "chat_template.json").get("chat_template")
 
 
 def _chat_template(model_dir: Path, template: object) -> str | None:

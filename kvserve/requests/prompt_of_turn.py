@@ -47,6 +47,8 @@ def looked_at(turn: Turn, served: ServedModel) -> Turn:
 def _render(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> Prompt:
     """The turn as model tokens, its history as the model saw and wrote it."""
     text, stitched = stitch(turn, reading, served)
+    if _may_be_unknown(served):
+        _refuse_unknown(stitched.ids, served, "messages")
     return Prompt(
         text=text.shown,
         tokens=TokenSequence(stitched.ids, stitched.images),
@@ -64,12 +66,9 @@ def _render(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> Prompt:
 def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
     """Text or token ids that go to the model as they are."""
     raw = turn.raw_prompt or ()
-    if isinstance(raw, str):
-        ids = served.tokenizer.encode(raw, add_special_tokens=True)
-    else:
-        ids = raw
-        if unknown := [token for token in ids if not 0 <= token < served.vocab_size]:
-            raise BadRequest(f"The prompt holds token {unknown[0]}, which the model does not have.", param="prompt")
+    ids = served.tokenizer.encode(raw, add_special_tokens=True) if isinstance(raw, str) else raw
+    if not isinstance(raw, str) or _may_be_unknown(served):
+        _refuse_unknown(ids, served, "prompt")
     if not ids:
         raise BadRequest("The prompt is empty.", param="prompt")
     return Prompt(
@@ -77,6 +76,21 @@ def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
         tokens=TokenSequence(ids),
         message_starts=served.markers.message_starts(ids),
     )
+
+
+def _may_be_unknown(served: ServedModel) -> bool:
+    """Whether the tokenizer has tokens that its model does not: Gemma 3's has one for pictures, its models of text
+    alone have no row for it."""
+    return served.tokenizer.vocab_size > served.vocab_size
+
+
+def _refuse_unknown(ids: Sequence[int], served: ServedModel, field: str) -> None:
+    """Raises BadRequest for a token without a row in the model: MLX reads whatever lies behind its embeddings."""
+    for token in ids:
+        if not 0 <= token < served.vocab_size:
+            has_text = 0 <= token < served.tokenizer.vocab_size
+            told = f"{served.tokenizer.decode([token])!r}, token {token}" if has_text else f"token {token}"
+            raise BadRequest(f"The prompt holds {told}, which the model does not have.", param=field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +121,8 @@ def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> SharedBeginn
     if not stitched:
         raise ValueError("There is no prompt without a turn.")
     first = stitched[0]
+    if _may_be_unknown(served):
+        _refuse_unknown(first.ids, served, "messages")
     num_tokens = min([len(first.ids), *(common_length(first.ids, other.ids) for other in stitched[1:])])
     if (cut := next((span for span in first.images if span.start < num_tokens < span.end), None)) is not None:
         num_tokens = cut.start

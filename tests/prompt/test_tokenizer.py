@@ -6,8 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
 
 from kvserve.errors import ModelLoadError
 from kvserve.prompt.tokenizer import load_tokenizer, without_surrogates
@@ -122,3 +125,55 @@ def test_an_architecture_that_transformers_does_not_know_has_a_tokenizer(tmp_pat
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     assert load_tokenizer(folder).encode("hello") == load_tokenizer(tiny_model("llama")).encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "model_type"),
+    [
+        ("GPT2Tokenizer", "granite"),
+        ("GPT2Tokenizer", "minimax_m2"),
+        ("GPT2Tokenizer", "llama"),
+        ("Qwen2Tokenizer", "x"),
+    ],
+)
+def test_texts_are_split_as_the_file_says(tmp_path: Path, tokenizer_class: str, model_type: str) -> None:
+    """Granite, MiniMax, OLMo and SmolLM name GPT-2's class, which splits texts by rules that are not theirs, and others
+    Qwen's: the rules of tokenizer.json are those that the model learnt with, and those of transformers where it knows
+    the class to be wrong."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = {"tokenizer_class": tokenizer_class, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    text = "Hello, hello hello! def f(x):\n    return x + 1<|im_end|>\n"
+    loaded = load_tokenizer(tmp_path)
+    as_written = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert list(loaded.encode(text)) == as_written.encode(text, add_special_tokens=False).ids
+    assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.stop_token_ids == {loaded.token_id("<|im_end|>")}
+    if model_type in ("granite", "minimax_m2"):
+        stock = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+        assert list(loaded.encode(text)) == stock(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_template_of_a_processor_is_the_models(folder: Path) -> None:
+    """Folders of models that see may have their template in chat_template.json alone: without it their prompts were
+    labelled plain text. One that the tokenizer has itself goes before."""
+    source = (folder / "chat_template.jinja").read_text("utf-8")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(folder).chat_template == source
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": source}))
+    assert load_tokenizer(folder).chat_template == source
+    (folder / "chat_template.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.json cannot be read"):
+        load_tokenizer(folder)
+
+
+def test_every_id_of_a_text_is_below_the_vocabularys_size(folder: Path) -> None:
+    """Ids may leave gaps: a token far behind the others counts with its id."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["\u0100far"] = 50_000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(folder).vocab_size == 50_001
