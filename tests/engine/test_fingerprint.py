@@ -57,3 +57,9 @@ def test_where_kv_was_cut_counts_where_it_matters() -> None:
     """What was cut elsewhere is other KV; where a cut makes no difference there is nothing to tell."""
     assert len({kv_fingerprint("a", KvSettings(), cut_tokens) for cut_tokens in (1, 128, 256)}) == 3
     assert kv_fingerprint("a", KvSettings(), 1) == kv_fingerprint("a", KvSettings())
+
+
+def test_how_leaves_are_kept_counts_where_it_is_another_way() -> None:
+    """What was kept as a whole copy has no rows to be put together; models of which nothing changed keep their name."""
+    names = [kv_fingerprint("a", KvSettings(), 1, leaves) for leaves in ((), ("Pool 4",), ("Pool 128", "Pool 4"))]
+    assert len(set(names)) == 3 and names[0] == kv_fingerprint("a", KvSettings())
