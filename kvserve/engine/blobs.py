@@ -39,9 +39,9 @@ DTYPES: Mapping[str, mx.Dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-CACHE_MODULES = ("mlx_lm.models.", "mlx_vlm.models.")
+CACHE_MODULES = ("mlx_lm.models.", "mlx_vlm.models.", "kvserve.engine.pools")
 """Where classes are defined whose objects may be written and read: the libraries' own caches, with and without a model
-of their own."""
+of their own, and what stands for some of them."""
 
 COMMON_MODULE = "mlx_lm.models.cache"
 """Not named in a file."""

@@ -21,6 +21,7 @@ from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
+from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
@@ -139,7 +140,11 @@ class LoadedModel:
         """Leaves that are not kept as other releases kept them: their classes, and for how many tokens they have a row
         in a pool."""
         leaves = zip(flat_caches(self.new_caches()), self.leaf_forms or (), strict=False)
-        named = {f"{type(leaf).__name__} {form.row_tokens}" for leaf, form in leaves if form.pool_form is not None}
+        named = {
+            f"{type(leaf).__name__} {form.row_tokens}"
+            for leaf, form in leaves
+            if form.pool_form is not None or type(leaf).__module__ == "kvserve.engine.pools"
+        }
         return tuple(sorted(named))
 
     def is_packed(self, num_tokens: int) -> bool:
@@ -236,7 +241,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         raise _explained(folder, config, error) from error
     module, config = loaded.decoder, loaded.config
     vocab_size, caches = _probe(folder, config, module)
-    forms = finding(lambda: find_forms(module, lambda: make_prompt_cache(module)))
+    forms = finding(lambda: _forms(module))
     leaf_trouble = described(forms) if isinstance(forms, Exception) else ""
     if isinstance(forms, Exception):  # its sizes are needed all the same
         forms = forms_by_class(lambda: make_prompt_cache(module))
@@ -291,6 +296,17 @@ def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int
     except Exception as error:
         raise _explained(folder, config, error) from error
     return logits.shape[-1], caches
+
+
+def _forms(module: Module) -> tuple[LeafForm, ...]:
+    """The forms of a row's leaves, once those that forget at cuts have others in their place where there are some.
+    Raises what the model raises."""
+    forms = find_forms(module, lambda: make_prompt_cache(module))
+    if isinstance(module, VlmDecoder) and any(form.depends_on_cuts for form in forms):
+        from kvserve.engine.pools import with_memory  # here: mlx-vlm takes seconds
+
+        return with_memory(module, forms)
+    return forms
 
 
 def _kv_size(
