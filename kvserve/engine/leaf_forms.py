@@ -206,9 +206,13 @@ def _without_memos(
     is_behind = [kind == "whole" and leaf_kind(leaf) == "cut" for kind, leaf in zip(kinds, fresh, strict=True)]
     if not any(is_behind):
         return kinds
-    row = TriedRow.computed(module, new_caches, (PASSES[0] + MAX_PROBED_TOKENS,))
-    without = _continued(module, new_caches, row, is_behind)
-    if not are_alike(without, _continued(module, new_caches, row, [False] * len(fresh), is_behind)):
+
+    def is_the_same() -> bool:
+        row = TriedRow.computed(module, new_caches, (PASSES[0] + MAX_PROBED_TOKENS,))
+        without = _continued(module, new_caches, row, is_behind)
+        return are_alike(without, _continued(module, new_caches, row, [False] * len(fresh), is_behind))
+
+    if finding(is_the_same) is not True:  # also where the model cannot be tried so far
         return kinds
     return ["memo" if behind else kind for behind, kind in zip(is_behind, kinds, strict=True)]
 

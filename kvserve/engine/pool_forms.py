@@ -82,16 +82,19 @@ def find_pools(
     is_odd: Sequence[bool],
 ) -> list[PoolForm | None]:
     """The pools of the leaves that are odd, which name these lengths. The first pass is longer than any of them; the
-    last one is a single token that makes groups full. Raises what the model raises."""
+    last one is a single token that makes groups full. None where the model cannot be tried so far."""
+    none: list[PoolForm | None] = [None] * len(is_odd)
     if not any(is_odd):
-        return [None] * len(is_odd)
-    row = TriedRow.computed(module, new_caches, _passes(first_pass, named))
+        return none
+    row = finding(lambda: TriedRow.computed(module, new_caches, _passes(first_pass, named)))
+    if isinstance(row, Exception):
+        return none
     forms = [
         _pool_form(seen, row.lengths, sizes) if odd else None
         for seen, sizes, odd in zip(row.of_leaf, named, is_odd, strict=True)
     ]
     if any(forms) and finding(lambda: _prove(module, new_caches, row, forms)) is not None:
-        return [None] * len(forms)
+        return none
     return forms
 
 

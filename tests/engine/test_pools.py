@@ -22,9 +22,10 @@ from kvserve.engine.leaf_forms import find_forms
 from kvserve.engine.model import load
 from kvserve.engine.pools import RememberingPool, with_memory
 from kvserve.engine.vision import CurrentPass, VlmDecoder
-from kvserve.engine.worker import Engine
-from tests.engine.engines import assert_exact, cached, cold_with_logits, engine_settings, generate, prompt_of, turn
+from tests.engine.engines import assert_exact, cached, cold_with_logits, generate, prompt_of, turn
+from tests.engine.test_changed_weights import engine_on, is_on_disk
 from tests.laws import num_examples
+from tests.web.fakes import eventually
 
 WIDTH = 8
 SIZES = (4, 3)
@@ -159,28 +160,37 @@ def test_pools_remember_where_the_model_is_the_same_in_one_pass_and_its_own_forg
 
 
 @pytest.mark.long
-def test_a_conversation_of_deepseek_v4_is_computed_once(tmp_path: Path) -> None:
-    """mlx-vlm's forget what was before a pass: reuse began at multiples of 256 tokens and answers were computed again.
-    Now the second turn has all of the first one, and writes what a cold one does: also beside a shorter row."""
-    folder = write_model(tmp_path, "mlx-vlm", "deepseek_v4")
-    pools = [leaf for leaf in flat_caches(load(folder, 4096).new_caches()) if isinstance(leaf, PoolingCache)]
-    assert {leaf.ratio: type(leaf) for leaf in pools} == {4: RememberingPool, 128: PoolingCache}
-    engine = Engine(folder, engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
-    engine.start()
-    try:
-        engine.wait_until_ready(120)
+@pytest.mark.parametrize(
+    ("family", "library"), [("deepseek_v4", "mlx-vlm"), ("glm5_next", "mlx-vlm"), ("deepseek_v41", "mlx-lm")]
+)
+def test_a_conversation_of_a_model_with_pools_is_computed_once(family: str, library: Any, tmp_path: Path) -> None:
+    """Its second turn has all of the first one, the answer too, after a restart as well, and writes what a cold one
+    does; also beside a shorter row. With DeepSeek V4 reuse began at multiples of 256 tokens, behind no answer."""
+    folder, num_known = write_model(tmp_path / "model", library, family), 700 + 80
+    with engine_on(folder, tmp_path / "kv") as engine:
         support = engine.status.cache_support
-        assert support is not None and (support.can_batch, support.can_keep, support.cut_tokens) == (True, True, 1)
+        assert support is not None and (support.can_keep, support.cut_tokens) == (True, 1)
+        assert support.can_batch == (family != "deepseek_v41")
+        eventually(lambda: is_on_disk(engine))
         first = prompt_of(700)
-        [answer] = generate(engine, turn(first, 80))
-        second = [*first, *answer.tokens, *prompt_of(30, 3)]
-        [warm] = generate(engine, turn(second, 12))
-        assert cached(warm) == len(first) + 80
-        rows = [turn(second, 40), turn(first[:301], 40)]
-        both = generate(engine, *rows)
-        colds = [cold_with_logits(engine, each.prompt.ids, 40)[0].tokens for each in rows]
-        assert_exact(warm, colds[0][:12])
-        for row, expected in zip(both, colds, strict=True):
-            assert_exact(row, expected)
-    finally:
-        engine.stop(60)
+        answer = cold_with_logits(engine, first, 80)[0].tokens
+        rows = [[*first, *answer, *prompt_of(30, 3)], first[:301]]
+        colds = [cold_with_logits(engine, each, 40)[0].tokens for each in rows]
+        generate(engine, turn(first, 80))
+        warm = generate(engine, *(turn(each, 40) for each in rows))
+        assert cached(warm[0]) == num_known and cached(warm[1]) > 0
+        for each, expected in zip(warm, colds, strict=True):
+            assert_exact(each, expected)
+    with engine_on(folder, tmp_path / "kv") as engine:
+        eventually(lambda: is_on_disk(engine))
+        [again] = generate(engine, turn([*rows[0][:num_known], *prompt_of(40, 7)], 4))
+        assert cached(again) == num_known
+
+
+@pytest.mark.long
+def test_only_the_pools_that_forget_are_others(tmp_path: Path) -> None:
+    """DeepSeek V4's groups of four overlap, those of 128 do not."""
+    model = load(write_model(tmp_path, "mlx-vlm", "deepseek_v4"), 4096)
+    pools = [leaf for leaf in flat_caches(model.new_caches()) if isinstance(leaf, PoolingCache)]
+    assert {leaf.ratio: type(leaf) for leaf in pools} == {4: RememberingPool, 128: PoolingCache}
+    assert model.own_leaves == ("PoolingCache 128", "RememberingPool 4")
