@@ -1,5 +1,6 @@
 """Pools inside caches are kept with the tokens, once for all checkpoints; what else a leaf holds at each of them."""
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.tiny_families import write_model
@@ -16,7 +18,7 @@ from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, find_forms
 from kvserve.engine.model import load
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
-from tests.engine.odd_caches import DEEPSEEK_V41, random_model
+from tests.engine.odd_caches import DEEPSEEK_V41
 from tests.laws import num_examples
 
 WIDTH = 4
@@ -131,8 +133,14 @@ def tokens(start: int, end: int) -> mx.array:
     return mx.arange(start + 1, end + 1)[None]
 
 
-FORMS = find_forms(Reader(), caches)
-LAYOUT = CacheLayout(caches, forms=FORMS)
+@cache
+def forms() -> tuple[LeafForm, ...]:
+    return find_forms(Reader(), caches)
+
+
+@cache
+def layout() -> CacheLayout:
+    return CacheLayout(caches, forms=forms())
 
 
 def row(*ends: int) -> list[Any]:
@@ -157,8 +165,8 @@ def are_same(ours: list[Any], theirs: list[Any]) -> bool:
 
 def test_the_size_of_groups_is_found_whatever_holds_the_pool() -> None:
     """From the numbers of rows: it need not be named. What is plain beside them is cut as ever."""
-    assert [(form.kind, form.row_tokens) for form in FORMS] == [("pool", 4), ("cut", 1), ("pool", 3), ("pool", 4)]
-    assert not LAYOUT.is_cuttable
+    assert [(form.kind, form.row_tokens) for form in forms()] == [("pool", 4), ("cut", 1), ("pool", 3), ("pool", 4)]
+    assert not layout().is_cuttable
 
 
 @pytest.mark.parametrize("new_cache", [Rewrites, PrefillsOnly, Minds, NamesMore])
@@ -177,8 +185,8 @@ def test_however_its_tokens_are_kept_a_row_goes_on_as_it_was(borders: set[int], 
     ends = [*sorted(borders), NUM_TOKENS]
     live, slices = row(NUM_TOKENS), []
     for start, end in pairwise((0, *ends)):
-        slices.append(LAYOUT.read_kv(live if data.draw(st.booleans()) else row(end), start, end))
-    state = LAYOUT.read_state(live)
+        slices.append(layout().read_kv(live if data.draw(st.booleans()) else row(end), start, end))
+    state = layout().read_state(live)
     assert state is not None
     if len(slices) > 1 and data.draw(st.booleans()):
         cut = data.draw(st.integers(1, len(slices) - 1))
@@ -188,7 +196,7 @@ def test_however_its_tokens_are_kept_a_row_goes_on_as_it_was(borders: set[int], 
         middle = data.draw(st.integers(0, each.num_tokens))
         parts = [part for part in ((each, 0, middle), (each, middle, each.num_tokens)) if part[1] < part[2]]
         pieces += [(merged([part]), 0, part[2] - part[1]) if data.draw(st.booleans()) else part for part in parts]
-    restored = LAYOUT.restore(pieces, state, 5)
+    restored = layout().restore(pieces, state, 5)
     assert are_same(restored, live)
     for start, end in ((NUM_TOKENS, NUM_TOKENS + 1), (NUM_TOKENS + 1, NUM_TOKENS + 9)):
         for each in (live, restored):
@@ -199,57 +207,53 @@ def test_however_its_tokens_are_kept_a_row_goes_on_as_it_was(borders: set[int], 
 def test_a_row_that_moves_leaves_its_pool_too() -> None:
     """What is left of it has none; what was kept goes on as the row was."""
     live, before = row(41, 42), row(41, 42)
-    slices = LAYOUT.move_kv(live, [0, 7, 42])
-    state = LAYOUT.read_state(live)
+    slices = layout().move_kv(live, [0, 7, 42])
+    state = layout().read_state(live)
     assert live[0].sums is None and live[3].inner.held[1] is None and live[0].open.shape == (1, 2, WIDTH)
-    assert are_same(LAYOUT.restore_moved([(each, 0, each.num_tokens) for each in slices], state, 5), before)
+    assert are_same(layout().restore_moved([(each, 0, each.num_tokens) for each in slices], state, 5), before)
     with pytest.raises(ValueError, match="given their KV away"):
-        LAYOUT.move_kv(live, [0, 7, 42])
+        layout().move_kv(live, [0, 7, 42])
     with pytest.raises(ValueError, match="Pool holds 0 of 42 tokens"):
-        CacheLayout(lambda: [Pool()], forms=FORMS[:1]).move_kv(live[:1], [0, 7, 42])
+        CacheLayout(lambda: [Pool()], forms=forms()[:1]).move_kv(live[:1], [0, 7, 42])
 
 
 def test_wrong_records_are_other_rows() -> None:
     """The controls: rows of another prompt, a state of a token before, groups that begin one token later."""
     live = row(NUM_TOKENS)
-    kv, state = LAYOUT.read_kv(live, 0, NUM_TOKENS), LAYOUT.read_state(live)
+    kv, state = layout().read_kv(live, 0, NUM_TOKENS), layout().read_state(live)
     other = caches()
     Reader()(tokens(100, 100 + NUM_TOKENS), other)
     whole = [(kv, 0, NUM_TOKENS)]
-    assert are_same(LAYOUT.restore(whole, state, 0), live)
-    assert not are_same(LAYOUT.restore([(LAYOUT.read_kv(other, 0, NUM_TOKENS), 0, NUM_TOKENS)], state, 0), live)
-    assert not are_same(LAYOUT.restore(whole, LAYOUT.read_state(row(NUM_TOKENS - 1)), 0), live)
-    assert not are_same(LAYOUT.restore([(kv, 1, NUM_TOKENS)], state, 0), live)
+    assert are_same(layout().restore(whole, state, 0), live)
+    assert not are_same(layout().restore([(layout().read_kv(other, 0, NUM_TOKENS), 0, NUM_TOKENS)], state, 0), live)
+    assert not are_same(layout().restore(whole, layout().read_state(row(NUM_TOKENS - 1)), 0), live)
+    assert not are_same(layout().restore([(kv, 1, NUM_TOKENS)], state, 0), live)
 
 
 def test_a_checkpoint_does_not_grow_with_the_row() -> None:
     """It was a copy of all that the leaf held."""
-    layout = CacheLayout(lambda: [Pool()], forms=FORMS[:1])
+    pools = CacheLayout(lambda: [Pool()], forms=forms()[:1])
     short, long = ([each[0]] for each in (row(40), row(2000)))
-    states = [layout.read_state(each) for each in (short, long)]
+    states = [pools.read_state(each) for each in (short, long)]
     assert states[0] is not None and states[1] is not None and states[0].num_bytes == states[1].num_bytes
     whole = CacheLayout(lambda: [Pool()], forms=[LeafForm("whole")]).read_state(long)
     assert whole is not None and whole.num_bytes > 30 * states[1].num_bytes
-    assert layout.read_kv(long, 0, 2000).num_bytes == 500 * WIDTH * 4
+    assert pools.read_kv(long, 0, 2000).num_bytes == 500 * WIDTH * 4
 
 
 def test_what_a_pool_does_not_hold_is_not_kept() -> None:
     """Where it does something else than at load: fewer rows than there are full groups, or arrays of two lengths."""
-    layout, short = CacheLayout(lambda: [Pool()], forms=FORMS[:1]), row(40)[:1]
+    pools, short = CacheLayout(lambda: [Pool()], forms=forms()[:1]), row(40)[:1]
     short[0].sums = short[0].sums[:, 1:]
     with pytest.raises(ValueError, match="Pool holds 36 of 40 tokens"):
-        layout.read_kv(short, 0, 40)
+        pools.read_kv(short, 0, 40)
 
 
-def test_compressed_groups_of_a_model_are_kept_once(tmp_path: Path) -> None:
-    """mlx-lm's DeepSeek V4.1: windows and pools in one object of a layer. The start says nothing of whole copies, which
-    there are none of any more."""
-    model = load(random_model(tmp_path / "model", DEEPSEEK_V41), 4096)
-    forms = model.leaf_forms or ()
-    assert [(form.kind, form.row_tokens) for form in forms] == [("whole", 1), ("pool", 4), ("whole", 1), ("pool", 4)]
-    assert model.own_leaves == ("LayerCache 4",)
-    support = check_caches(model)
-    assert support.can_keep and [note for note in support.notes if "whole copies" in note] == []
+def test_compressed_groups_of_a_model_are_kept_once() -> None:
+    """mlx-lm's DeepSeek V4.1: windows and pools in one object of a layer."""
+    model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(DEEPSEEK_V41))
+    found = find_forms(model, model.make_cache)
+    assert [(form.kind, form.row_tokens) for form in found] == [("whole", 1), ("pool", 4), ("whole", 1), ("pool", 4)]
 
 
 @pytest.mark.long
@@ -262,10 +266,10 @@ def test_of_glm_5_next_a_checkpoint_has_what_does_not_grow(tmp_path: Path) -> No
     assert model.sizes.kept(0, 100) - model.sizes.fixed < 50 * model.sizes.per_token
     support = check_caches(model)
     assert (support.can_batch, support.can_keep, support.cut_tokens, support.notes) == (True, True, 1, ())
-    layout, caches, sizes = CacheLayout(model.new_caches, forms=model.leaf_forms), model.new_caches(), []
+    kept, live, sizes = CacheLayout(model.new_caches, forms=model.leaf_forms), model.new_caches(), []
     for _ in range(2):
-        model.module(mx.arange(1, 301)[None], cache=caches)
-        state = layout.read_state(caches)
+        model.module(mx.arange(1, 301)[None], cache=live)
+        state = kept.read_state(live)
         assert state is not None
         sizes.append(state.num_bytes)
     assert sizes[0] == sizes[1]
