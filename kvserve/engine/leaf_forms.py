@@ -10,7 +10,7 @@ It knows classes of mlx-lm, and of any other class its `state`; no model's name.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -51,6 +51,9 @@ MAX_CUT_ERROR = 0.15
 """The same of other pieces, in the first layer of its kind: rounding in bfloat16 is 0.01, a row that lacks what was
 before the cut 0.5 to 1."""
 
+MEMO_CONTRAST = 10.0
+"""Without what a model works out again a row is so many times nearer to itself than with other content in its place:
+else a layer that says little beside large logits, or keys, would pass for one that is not needed."""
 
 SMALLEST = 1e-30
 """In the place of nothing where it is divided by."""
@@ -202,19 +205,32 @@ def _without_memos(
     module: Callable[..., Any], new_caches: Callable[[], list[Any]], kinds: list[LeafKind], fresh: Sequence[Any]
 ) -> list[LeafKind]:
     """The kinds of leaves, once plain caches that not every pass writes are left out of a row, where it goes on as it
-    does with them. They name no length, so the row is as long as any that is tried."""
+    does with them, and not as with others. They name no length, so the row is as long as any that is tried."""
     is_behind = [kind == "whole" and leaf_kind(leaf) == "cut" for kind, leaf in zip(kinds, fresh, strict=True)]
     if not any(is_behind):
         return kinds
 
     def is_the_same() -> bool:
-        row = TriedRow.computed(module, new_caches, (PASSES[0] + MAX_PROBED_TOKENS,))
+        row, none = TriedRow.computed(module, new_caches, (PASSES[0] + MAX_PROBED_TOKENS,)), [False] * len(fresh)
+        expected = _continued(module, new_caches, row, none, is_behind)
         without = _continued(module, new_caches, row, is_behind)
-        return are_alike(without, _continued(module, new_caches, row, [False] * len(fresh), is_behind))
+        least = MEMO_CONTRAST * _distance(without, expected)
+        return are_alike(without, expected) and all(
+            _distance(_continued(module, new_caches, _emptied(row, position), none, is_behind), expected) > least
+            for position in range(len(fresh))
+            if is_behind[position]
+        )
 
     if finding(is_the_same) is not True:  # also where the model cannot be tried so far
         return kinds
     return ["memo" if behind else kind for behind, kind in zip(is_behind, kinds, strict=True)]
+
+
+def _emptied(row: TriedRow, position: int) -> TriedRow:
+    """The row with nothing but zeros in one leaf."""
+    leaves = list(row.of_leaf)
+    leaves[position] = tuple(with_arrays(each, mx.zeros_like) for each in leaves[position])
+    return replace(row, of_leaf=leaves)
 
 
 def _continued(

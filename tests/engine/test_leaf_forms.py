@@ -223,6 +223,22 @@ def test_what_a_model_works_out_again_is_not_kept() -> None:
     assert [each.kind for each in find_forms(Recalls(trusts=True), lambda: [KVCache(), KVCache()])] == ["cut", "whole"]
 
 
+class Faint(Recalls):
+    """The same, which also keeps every fourth token in a plain cache that says little beside all else."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        rows = mx.broadcast_to(tokens[:, None, ::4, None].astype(mx.float32), (1, 1, -(-tokens.shape[1] // 4), WIDTH))
+        found, _ = cache[2].update_and_fetch(rows, rows)
+        return super().__call__(tokens, cache[:2]) + 20 * found.mean()
+
+
+def test_what_is_hardly_seen_is_kept() -> None:
+    """Where a model without a cache is nearly as it is with it, but no nearer than with one of other content: with
+    logits, or keys, of which one is large, all that a layer holds can be lost within what rounding is allowed."""
+    found = find_forms(Faint(), lambda: [KVCache() for _ in range(3)])
+    assert [each.kind for each in found] == ["cut", "whole", "whole"]
+
+
 def test_a_leaf_that_cannot_be_understood_changes_no_other() -> None:
     """Each is judged by itself: a plain cache beside it that not every pass writes is still kept whole."""
     plain, odd = find_forms(Reader(lazy=True), lambda: [KVCache(), Reshapes()])
