@@ -138,12 +138,12 @@ class LoadedModel:
     @property
     def own_leaves(self) -> tuple[str, ...]:
         """Leaves that are not kept as other releases kept them: their classes, and for how many tokens they have a row
-        in a pool."""
+        in a pool, 0 where nothing of them is kept any more."""
         leaves = zip(flat_caches(self.new_caches()), self.leaf_forms or (), strict=False)
         named = {
-            f"{type(leaf).__name__} {form.row_tokens}"
+            f"{type(leaf).__name__} {form.row_tokens if form.has_state else 0}"
             for leaf, form in leaves
-            if form.pool_form is not None or type(leaf).__module__ == "kvserve.engine.pools"
+            if form.kind in ("pool", "memo") or type(leaf).__module__ == "kvserve.engine.pools"
         }
         return tuple(sorted(named))
 
