@@ -39,9 +39,9 @@ DTYPES: Mapping[str, mx.Dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-CACHE_MODULES = ("mlx_lm.models.", "mlx_vlm.models.")
+CACHE_MODULES = ("mlx_lm.models.", "mlx_vlm.models.", "kvserve.engine.pools")
 """Where classes are defined whose objects may be written and read: the libraries' own caches, with and without a model
-of their own."""
+of their own, and what stands for some of them."""
 
 COMMON_MODULE = "mlx_lm.models.cache"
 """Not named in a file."""
@@ -101,7 +101,9 @@ def _decoded[T](text: str, tensors: Sequence[Tensor], read: "Callable[[Any, _Rea
 
 
 def _kv_tree(kv: KvSlice, writer: "_Writer") -> dict[str, Any]:
+    groups = {"start": kv.start, "row_tokens": list(kv.row_tokens)} if kv.row_tokens else {}
     return {
+        **groups,
         "leaves": [[writer.number(array) for array in leaf] for leaf in kv.leaves],
         "num_tokens": kv.num_tokens,
         "num_bytes": kv.num_bytes,
@@ -117,6 +119,8 @@ def _kv_of(tree: Mapping[str, Any], reader: "_Reader") -> KvSlice:
         num_bytes=int(tree["num_bytes"]),
         is_packed=bool(tree["is_packed"]),
         rest=None if tree["rest"] is None else _kv_of(tree["rest"], reader),
+        start=int(tree.get("start", 0)),
+        row_tokens=tuple(int(count) for count in tree.get("row_tokens", ())),
     )
 
 

@@ -4,7 +4,7 @@ request.
 
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -152,11 +152,12 @@ class EngineStart:
             self._use_disk(cache, open_tier, is_ram_lent=True)
         elif model.cache_support.can_keep:
             cache.is_unnamed = True
-            self._digest.when_known(partial(self._name, open_tier, model.cache_support.cut_tokens))
+            ways = model.cache_support.cut_tokens, model.own_leaves
+            self._digest.when_known(partial(self._name, open_tier, *ways))
 
-    def _name(self, open_tier: OpenTier, cut_tokens: int, fingerprint: str) -> None:
+    def _name(self, open_tier: OpenTier, cut_tokens: int, leaves: Sequence[str], fingerprint: str) -> None:
         """Begin to use the disk between two steps: it is known what was loaded. On the thread that found it out."""
-        name = kv_fingerprint(fingerprint, self._settings.kv, cut_tokens)
+        name = kv_fingerprint(fingerprint, self._settings.kv, cut_tokens, leaves)
         with suppress(NotReady):
             self._put(lambda scheduler: self._use_disk(scheduler.cache, open_tier, name) if scheduler else None)
 

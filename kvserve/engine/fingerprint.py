@@ -5,7 +5,7 @@ quantised. Others read the files.
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -51,15 +51,16 @@ def model_fingerprint(files: Mapping[Path, bytes], libraries: Mapping[str, str])
     return digest.hexdigest()
 
 
-def kv_fingerprint(fingerprint: str, kv: KvSettings, cut_tokens: int = 1) -> str:
+def kv_fingerprint(fingerprint: str, kv: KvSettings, cut_tokens: int = 1, leaves: Sequence[str] = ()) -> str:
     """A model's fingerprint together with what its KV depends on besides: rows of other settings are never mixed, nor
-    those that were cut at other places where that matters."""
+    those that were cut at other places where that matters, nor leaves that are kept in other ways (`leaves`)."""
     parts: tuple[str, ...] = ("off",)
     if kv.bits is not None:
         group_size = kv.group_size if kv.scheme == "uniform" else 0
         parts = (kv.scheme, str(kv.bits), str(group_size), str(kv.start))
     if cut_tokens > 1:
         parts = (*parts, f"cut at {cut_tokens}")
+    parts = (*parts, *leaves)
     digest = hashlib.sha256(FORMAT)
     _add(digest, fingerprint.encode(), *(part.encode() for part in parts))
     return digest.hexdigest()

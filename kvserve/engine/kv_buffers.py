@@ -38,13 +38,13 @@ def arrays_in(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
 
 
-def with_arrays(value: Any, change: Callable[[mx.array], mx.array]) -> Any:
+def with_arrays(value: Any, change: Callable[[mx.array], Any]) -> Any:
     """A copy of a cache, or of what one holds, with every array changed, however deep it lies: in lists, tuples, dicts
     and objects of its own. What it only refers to, a module or a function, stays the same object."""
     return _with_arrays(value, change, {})
 
 
-def _with_arrays(value: Any, change: Callable[[mx.array], mx.array], known: dict[int, Any]) -> Any:
+def _with_arrays(value: Any, change: Callable[[mx.array], Any], known: dict[int, Any]) -> Any:
     if isinstance(value, mx.array):
         return change(value)
     if type(value) is dict:

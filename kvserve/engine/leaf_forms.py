@@ -3,14 +3,14 @@ and how a class that is not known here is read and filled.
 
 A row goes through the model in three passes. What has one more row for each token, and the same rows as before, can be
 cut; a leaf of an unknown class is then put together from its rows, goes on, and must hold what the row itself holds.
+What has a row for so many tokens is a pool (`pool_forms`).
 The same tokens in one pass must lead to what these hold, else it depends on where a prefill is cut.
 It knows classes of mlx-lm, and of any other class its `state`; no model's name.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -18,12 +18,16 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.engine.borders import finding
 from kvserve.engine.kv_buffers import KvArrays, flat_caches, held_arrays, with_arrays
+from kvserve.engine.pool_forms import PoolForm, find_pools
+from kvserve.engine.tried_rows import TriedRow, are_alike, are_stable, entries_of, mapped, run_pass
 from kvserve.engine.vision import RopeShift
 
-type LeafKind = Literal["cut", "window", "whole", "none"]
+type LeafKind = Literal["cut", "window", "pool", "whole", "memo", "none"]
 """cut      keys and values per token, any run of tokens can be read and put together again
 window   the last `max_size` rows of keys and values: a checkpoint, exact at its offset only
+pool     rows of groups of tokens, which are kept with the tokens, and the rest of the object: a checkpoint, likewise
 whole    anything else (recurrent states, classes that are not known here): a copy of the object, likewise
+memo     what a model has worked out from what else it holds, and works out again where it is missing: it is not kept
 none     what follows from the prompt (`RopeShift`), or nothing: it is not kept; a restored row gets it anew
 """
 
@@ -43,13 +47,13 @@ MAX_PROBED_TOKENS = 1024
 """An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
 first pass is made longer than that. Above this limit a start would take too long, and such a leaf is kept whole."""
 
-MAX_ERROR = 1e-2
-"""How far arrays may be apart that were computed in the same pieces, as a share of the largest value."""
-
 MAX_CUT_ERROR = 0.15
 """The same of other pieces, in the first layer of its kind: rounding in bfloat16 is 0.01, a row that lacks what was
 before the cut 0.5 to 1."""
 
+MEMO_CONTRAST = 10.0
+"""Without what a model works out again a row is so many times nearer to itself than with other content in its place:
+else a layer that says little beside large logits, or keys, would pass for one that is not needed."""
 
 SMALLEST = 1e-30
 """In the place of nothing where it is divided by."""
@@ -87,7 +91,7 @@ class StateForm:
 
     def rows(self, leaf: Any) -> KvArrays:
         """What it holds of all tokens, token by token; nothing where it is empty."""
-        entries = list(_entries(leaf.state))
+        entries = list(entries_of(leaf.state))
         if len(entries) != len(self.axes):
             return ()
         picked = [(entry, axis) for entry, axis in zip(entries, self.axes, strict=True) if axis is not None]
@@ -95,7 +99,7 @@ class StateForm:
             return ()
         rows = tuple(mx.moveaxis(entry, axis, TOKEN_AXIS) for entry, axis in picked)
         counts = {array.shape[TOKEN_AXIS] for array in rows}
-        counts |= {entry for entry, kept in zip(entries, _entries(self.template), strict=True) if kept is _COUNT}
+        counts |= {entry for entry, kept in zip(entries, entries_of(self.template), strict=True) if kept is _COUNT}
         if len(counts) > 1:
             raise ValueError(f"A cache of {type(leaf).__name__} has {sorted(counts)} rows, not as it was at load.")
         return rows
@@ -112,23 +116,40 @@ class StateForm:
                 return next(arrays)
             return num_tokens if kept is _COUNT else kept
 
-        leaf.state = _mapped(self.template, entry)
+        leaf.state = mapped(self.template, entry)
 
 
 @dataclass(frozen=True, slots=True)
 class LeafForm:
-    """One leaf: its kind, with `state_form` where it is cut by its state. `per_token` and `fixed` are the bytes that a
-    leaf of an unknown class takes, `cut_error` is how far what it holds moves with the place where a row is cut."""
+    """One leaf: its kind, with `state_form` where it is cut by its state, and `pool_form` where it has a pool.
+    `per_token` and `fixed` are the bytes that a leaf of an unknown class takes, `cut_error` is how far what it holds
+    moves with the place where a row is cut."""
 
     kind: LeafKind
     state_form: StateForm | None = None
     per_token: float = 0.0
     fixed: int = 0
     cut_error: float = 0.0
+    pool_form: PoolForm | None = None
 
     @property
     def depends_on_cuts(self) -> bool:
         return not self.cut_error <= MAX_CUT_ERROR  # also for what is not a number
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a checkpoint holds it, or a part of it."""
+        return self.kind in ("window", "pool", "whole")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows of it are kept with the tokens."""
+        return self.kind in ("cut", "pool")
+
+    @property
+    def row_tokens(self) -> int:
+        """How many tokens one of its rows is for."""
+        return self.pool_form.size if self.pool_form is not None else 1
 
 
 def forms_by_class(new_caches: Callable[[], list[Any]]) -> tuple[LeafForm, ...]:
@@ -141,8 +162,8 @@ def find_forms(module: Callable[..., Any], new_caches: Callable[[], list[Any]]) 
     fresh = flat_caches(new_caches())
     named = [set[int]() if is_known(leaf) else lengths_named(leaf) for leaf in fresh]
     extra = max((length for each in named for length in each if length <= MAX_PROBED_TOKENS), default=0)
-    row = _Row.computed(module, new_caches, (PASSES[0] + extra, *PASSES[1:]))
-    kinds = [_kind(seen, row.lengths) for seen in row.of_leaf]
+    row = TriedRow.computed(module, new_caches, (PASSES[0] + extra, *PASSES[1:]))
+    kinds = _without_memos(module, new_caches, [_kind(seen, row.lengths) for seen in row.of_leaf], fresh)
     forms: list[StateForm | None] = [
         None if is_known(leaf) or max(lengths, default=0) > MAX_PROBED_TOKENS else _state_form(seen, row.lengths)
         for leaf, lengths, seen in zip(fresh, named, row.of_leaf, strict=True)
@@ -150,38 +171,25 @@ def find_forms(module: Callable[..., Any], new_caches: Callable[[], list[Any]]) 
     if any(forms) and finding(lambda: _prove(module, new_caches, row, forms)) is not None:
         forms = [None] * len(forms)
     errors = _cut_errors(module, new_caches, row, fresh)
+    is_exact = all(error <= MAX_CUT_ERROR for error in errors)
+    is_odd = [
+        is_exact and not is_known(leaf) and form is None and max(lengths, default=0) <= MAX_PROBED_TOKENS
+        for leaf, form, lengths in zip(fresh, forms, named, strict=True)
+    ]
+    pools = find_pools(module, new_caches, PASSES[0] + extra, named, is_odd)
     return tuple(
-        LeafForm("cut" if form else kind, form, *_sizes(seen[0].state, seen[1].state, row.lengths), error)
-        for form, kind, seen, error in zip(forms, kinds, row.of_leaf, errors, strict=True)
+        LeafForm(
+            "cut" if form else "pool" if pool else kind,
+            form,
+            *_sizes(seen[0].state, seen[1].state, row.lengths),
+            error,
+            pool,
+        )
+        for form, pool, kind, seen, error in zip(forms, pools, kinds, row.of_leaf, errors, strict=True)
     )
 
 
 # --- a row that is looked at -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """`of_leaf`: for each leaf its copies, as it was after each pass, when the row had so many tokens (`lengths`)."""
-
-    tokens: list[int]
-    lengths: list[int]
-    of_leaf: list[tuple[Any, ...]]
-
-    @classmethod
-    def computed(cls, module: Callable[..., Any], new_caches: Callable[[], list[Any]], passes: Sequence[int]) -> "_Row":
-        tokens = [1 + (37 * place + place * place) % 89 for place in range(sum(passes))]
-        caches, lengths, seen = new_caches(), list(accumulate(passes)), []
-        for start, end in pairwise((0, *lengths)):
-            _run(module, caches, tokens[start:end])
-            seen.append([with_arrays(leaf, mx.contiguous) for leaf in flat_caches(caches)])
-            mx.eval(held_arrays(seen[-1]))
-        return cls(tokens, lengths, list(zip(*seen, strict=True)))
-
-
-def _run(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int]) -> None:
-    """One pass. Logits are not computed: those of a thousand tokens take hundreds of megabytes."""
-    module(mx.array([list(tokens)]), cache=caches)
-    mx.eval(held_arrays(caches))
 
 
 def _kind(seen: Sequence[Any], lengths: Sequence[int]) -> LeafKind:
@@ -193,6 +201,60 @@ def _kind(seen: Sequence[Any], lengths: Sequence[int]) -> LeafKind:
     return "whole" if any(leaf.offset for leaf in seen) else "none"
 
 
+def _without_memos(
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], kinds: list[LeafKind], fresh: Sequence[Any]
+) -> list[LeafKind]:
+    """The kinds of leaves, once plain caches that not every pass writes are left out of a row, where it goes on as it
+    does with them, and not as with others. They name no length, so the row is as long as any that is tried."""
+    is_behind = [kind == "whole" and leaf_kind(leaf) == "cut" for kind, leaf in zip(kinds, fresh, strict=True)]
+    if not any(is_behind):
+        return kinds
+
+    def is_the_same() -> bool:
+        row, none = TriedRow.computed(module, new_caches, (PASSES[0] + MAX_PROBED_TOKENS,)), [False] * len(fresh)
+        expected = _continued(module, new_caches, row, none, is_behind)
+        without = _continued(module, new_caches, row, is_behind)
+        least = MEMO_CONTRAST * _distance(without, expected)
+        return are_alike(without, expected) and all(
+            _distance(_continued(module, new_caches, _emptied(row, position), none, is_behind), expected) > least
+            for position in range(len(fresh))
+            if is_behind[position]
+        )
+
+    if finding(is_the_same) is not True:  # also where the model cannot be tried so far
+        return kinds
+    return ["memo" if behind else kind for behind, kind in zip(is_behind, kinds, strict=True)]
+
+
+def _emptied(row: TriedRow, position: int) -> TriedRow:
+    """The row with nothing but zeros in one leaf."""
+    leaves = list(row.of_leaf)
+    leaves[position] = tuple(with_arrays(each, mx.zeros_like) for each in leaves[position])
+    return replace(row, of_leaf=leaves)
+
+
+def _continued(
+    module: Callable[..., Any],
+    new_caches: Callable[[], list[Any]],
+    row: TriedRow,
+    is_missing: Sequence[bool],
+    is_unseen: Sequence[bool] | None = None,
+) -> list[Any]:
+    """The last logits of each later pass of a row that goes on without some leaves, and what the others hold then, but
+    for those that are not looked at."""
+    caches, found = new_caches(), []
+    leaves = flat_caches(caches)
+    for leaf, seen, missing in zip(leaves, row.of_leaf, is_missing, strict=True):
+        if not missing:
+            vars(leaf).update(vars(with_arrays(seen[0], mx.contiguous)))
+    for length in PASSES[1:]:
+        logits = module(mx.array([[1 + 37 * place % 89 for place in range(length)]]), cache=caches)[0, -1]
+        mx.eval(logits, held_arrays(caches))
+        found.append(logits)
+    unseen = is_unseen or is_missing
+    return [*found, *(leaf.state for leaf, hidden in zip(leaves, unseen, strict=True) if not hidden)]
+
+
 def _state_form(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | None:
     """How a leaf of which these are copies can be cut; None where it cannot, or its state is of no build known here."""
     found = finding(lambda: _form_of_states(seen, lengths))
@@ -200,7 +262,7 @@ def _state_form(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | None
 
 
 def _form_of_states(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | None:
-    states = [list(_entries(leaf.state)) for leaf in seen]
+    states = [list(entries_of(leaf.state)) for leaf in seen]
     if len({len(entries) for entries in states}) != 1:
         return None
     found = [_entry_form(entries, lengths) for entries in zip(*states, strict=True)]
@@ -208,14 +270,14 @@ def _form_of_states(seen: Sequence[Any], lengths: Sequence[int]) -> StateForm | 
     if all(axis is None for axis in axes):
         return None
     kept = iter(found)
-    return StateForm(_mapped(seen[0].state, lambda _: next(kept)[1]), axes)
+    return StateForm(mapped(seen[0].state, lambda _: next(kept)[1]), axes)
 
 
 def _entry_form(values: Sequence[Any], lengths: Sequence[int]) -> tuple[int | None, Any]:
     """The axis of tokens of one entry of a state, if it has a row for each; else what stands in its place."""
     if all(isinstance(value, mx.array) for value in values):
         for axis in range(values[0].ndim if values[0].ndim > 1 else 0):
-            if [value.shape[axis] for value in values] == list(lengths) and _are_stable(values, axis):
+            if [value.shape[axis] for value in values] == list(lengths) and are_stable(values, axis):
                 return axis - values[0].ndim, None
         return None, None
     if list(values) == list(lengths):
@@ -224,16 +286,8 @@ def _entry_form(values: Sequence[Any], lengths: Sequence[int]) -> tuple[int | No
     return None, values[0] if is_constant else None
 
 
-def _are_stable(values: Sequence[mx.array], axis: int) -> bool:
-    """Whether later arrays begin with the earlier ones."""
-    return all(
-        mx.array_equal(mx.take(later, mx.arange(earlier.shape[axis]), axis=axis), earlier)
-        for earlier, later in pairwise(values)
-    )
-
-
 def _prove(
-    module: Callable[..., Any], new_caches: Callable[[], list[Any]], row: _Row, forms: Sequence[StateForm | None]
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], row: TriedRow, forms: Sequence[StateForm | None]
 ) -> None:
     """Cut leaves out of a longer row, let them go on and compare them with it. Raises ValueError for a difference."""
     first, second = row.lengths[:2]
@@ -243,33 +297,17 @@ def _prove(
             vars(leaf).update(vars(with_arrays(seen[0], mx.contiguous)))
         else:
             form.fill(leaf, tuple(mx.contiguous(array[..., :first, :]) for array in form.rows(seen[1])))
-    _run(module, caches, row.tokens[first:second])
+    run_pass(module, caches, row.tokens[first:second])
     for leaf, form, seen in zip(flat_caches(caches), forms, row.of_leaf, strict=True):
-        if form is not None and not _are_alike(leaf.state, seen[1].state):
+        if form is not None and not are_alike(leaf.state, seen[1].state):
             raise ValueError("what is cut out of a row does not go on like it")
-
-
-def _are_alike(ours: Any, theirs: Any) -> bool:
-    pairs = list(_entries(ours)), list(_entries(theirs))
-    return len(pairs[0]) == len(pairs[1]) and all(_is_alike(*pair) for pair in zip(*pairs, strict=True))
-
-
-def _is_alike(ours: Any, theirs: Any) -> bool:
-    if not isinstance(ours, mx.array) or not isinstance(theirs, mx.array):
-        return bool(type(ours) is type(theirs) and ours == theirs)
-    if ours.shape != theirs.shape:
-        return False
-    if not ours.size or not mx.issubdtype(ours.dtype, mx.floating):
-        return bool(mx.array_equal(ours, theirs))
-    largest = float(mx.abs(theirs).max().item())  # type: ignore[arg-type]
-    return bool(mx.allclose(ours, theirs, rtol=0, atol=MAX_ERROR * largest))
 
 
 # --- where a row is cut ----------------------------------------------------------------------------------------------
 
 
 def _cut_errors(
-    module: Callable[..., Any], new_caches: Callable[[], list[Any]], row: _Row, fresh: Sequence[Any]
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], row: TriedRow, fresh: Sequence[Any]
 ) -> list[float]:
     """How far what each leaf holds after two passes is from what it holds after one over the same tokens. Classes that
     are known hold what they are given; of the others the first layer of each kind tells, as noise grows with depth."""
@@ -281,12 +319,12 @@ def _cut_errors(
     if not first:
         return errors
     num_tokens = row.lengths[1]
-    whole = _Row.computed(module, new_caches, (num_tokens,))
+    whole = TriedRow.computed(module, new_caches, (num_tokens,))
     for position in first.values():
         errors[position] = _distance(whole.of_leaf[position][0].state, row.of_leaf[position][1].state)
     if any(not error <= MAX_CUT_ERROR for error in errors):
         start = row.lengths[0] - OTHER_CUT_TOKENS
-        other = _Row.computed(module, new_caches, (start, num_tokens - start))
+        other = TriedRow.computed(module, new_caches, (start, num_tokens - start))
         for position in first.values():
             again = _distance(whole.of_leaf[position][0].state, other.of_leaf[position][1].state)
             errors[position] = min(errors[position], again)
@@ -295,7 +333,7 @@ def _cut_errors(
 
 def _distance(ours: Any, theirs: Any) -> float:
     """The largest difference between arrays of the same shapes, as a share of the largest value."""
-    pairs = zip(_entries(ours), _entries(theirs), strict=False)  # one may hold less of a group that is not full
+    pairs = zip(entries_of(ours), entries_of(theirs), strict=False)  # one may hold less of a group that is not full
     return max((_largest_difference(*pair) for pair in pairs), default=0.0)
 
 
@@ -316,30 +354,9 @@ def _largest_difference(ours: Any, theirs: Any) -> float:
 _COUNT = object()
 
 
-def _entries(state: Any) -> Iterator[Any]:
-    """What stands in a state, in order: lists, tuples and dicts taken apart."""
-    if isinstance(state, list | tuple):
-        for each in state:
-            yield from _entries(each)
-    elif isinstance(state, dict):
-        for key in sorted(state, key=str):
-            yield from _entries(state[key])
-    else:
-        yield state
-
-
-def _mapped(state: Any, change: Callable[[Any], Any]) -> Any:
-    """A state of the same build with each entry changed, in order."""
-    if isinstance(state, list | tuple):
-        return type(state)([_mapped(each, change) for each in state])
-    if isinstance(state, dict):
-        return {key: _mapped(state[key], change) for key in sorted(state, key=str)}
-    return change(state)
-
-
 def _sizes(early: Any, late: Any, lengths: Sequence[int]) -> tuple[float, int]:
     """Bytes per token, and bytes that do not grow, of a state after the first and the second pass."""
-    before, after = list(_entries(early)), list(_entries(late))
+    before, after = list(entries_of(early)), list(entries_of(late))
     if len(before) != len(after):
         before = [None] * len(after)
     per_token, fixed = 0.0, 0

@@ -21,6 +21,7 @@ from kvserve.engine.kv_support import quantiser_of, try_quantising
 from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known, lengths_named
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
+from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
@@ -31,7 +32,7 @@ from kvserve.settings.model_config import read_config
 class KvSize:
     """Sizes of one row: `fixed` for windows and states, `per_token` in full precision, `per_packed_token` quantised.
     `slot_tokens` are places that its caches hold ahead, `copy_share` is the part of a batch that is there twice while a
-    row joins, leaves or outgrows its places.
+    row joins, leaves or outgrows its places. `memo_per_token` is what of `per_token` is not kept.
 
     A live row of more than `packed_from` tokens is quantised as a whole; None: never. What is kept of it for others is
     in full precision up to there.
@@ -43,6 +44,7 @@ class KvSize:
     packed_from: int | None = None
     slot_tokens: int = 0
     copy_share: float = 0.0
+    memo_per_token: float = 0.0
 
     def token_bytes(self, num_tokens: int) -> float:
         """Bytes of each token of a live row that holds so many."""
@@ -70,7 +72,8 @@ class KvSize:
     def kept(self, start: int, end: int) -> float:
         """Bytes that the tokens `[start, end)` take in the prefix cache, with a state at their end."""
         border = end if self.packed_from is None else min(max(start, self.packed_from), end)
-        return self.fixed + (border - start) * self.per_token + (end - border) * self.per_packed_token
+        per_token = self.per_token - self.memo_per_token
+        return self.fixed + (border - start) * per_token + (end - border) * self.per_packed_token
 
     def _is_packed(self, num_tokens: int) -> bool:
         return self.packed_from is not None and num_tokens > self.packed_from
@@ -147,6 +150,18 @@ class LoadedModel:
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
         return make_prompt_cache(self.module)
+
+    @property
+    def own_leaves(self) -> tuple[str, ...]:
+        """Leaves that are not kept as other releases kept them: their classes, and for how many tokens they have a row
+        in a pool, 0 where nothing of them is kept any more."""
+        leaves = zip(flat_caches(self.new_caches()), self.leaf_forms or (), strict=False)
+        named = {
+            f"{type(leaf).__name__} {form.row_tokens if form.has_state else 0}"
+            for leaf, form in leaves
+            if form.kind in ("pool", "memo") or type(leaf).__module__ == "kvserve.engine.pools"
+        }
+        return tuple(sorted(named))
 
     def is_packed(self, num_tokens: int) -> bool:
         """Whether the caches of a row that hold so many tokens are quantised."""
@@ -280,7 +295,7 @@ def _name_of(value: object) -> str:
 
 def _probed(folder: Path, config: Mapping[str, Any], module: Module, kv: KvSettings) -> Probed:
     vocab_size, caches = _probe(folder, config, module)
-    forms = finding(lambda: find_forms(module, lambda: make_prompt_cache(module)))
+    forms = finding(lambda: _forms(module))
     leaf_trouble = described(forms) if isinstance(forms, Exception) else ""
     if isinstance(forms, Exception):  # its sizes are needed all the same
         forms = forms_by_class(lambda: make_prompt_cache(module))
@@ -322,6 +337,17 @@ def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int
     return logits.shape[-1], caches
 
 
+def _forms(module: Module) -> tuple[LeafForm, ...]:
+    """The forms of a row's leaves, once those that forget at cuts have others in their place where there are some.
+    Raises what the model raises."""
+    forms = find_forms(module, lambda: make_prompt_cache(module))
+    if isinstance(module, VlmDecoder) and any(form.depends_on_cuts for form in forms):
+        from kvserve.engine.pools import with_memory  # here: mlx-vlm takes seconds
+
+        return with_memory(module, forms)
+    return forms
+
+
 def _kv_size(
     caches: Sequence[Any], forms: Sequence[LeafForm], packed: Sequence[Any] | None, packed_from: int
 ) -> KvSize:
@@ -330,7 +356,11 @@ def _kv_size(
     num_plain = sum(type(cache) is KVCache for cache in flat_caches(caches))
     # Plain layers join and leave a batch one after the other, all others at once.
     copy_share = COPIED_LAYERS / num_plain if num_plain and packed is None else 1.0
-    sizes = KvSize(fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share))
+    leaves = zip(flat_caches(caches), forms, strict=True)
+    memo_per_token = sum(_bytes_per_token(leaf) for leaf, form in leaves if form.kind == "memo")
+    sizes = KvSize(
+        fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share), memo_per_token=memo_per_token
+    )
     if packed is None:
         return sizes
     return replace(sizes, per_packed_token=_sizes(packed, forms)[0], packed_from=packed_from)

@@ -1,7 +1,7 @@
 """Arrays <-> records: reads KV and states out of live caches, and builds live caches from what was kept.
 
-Every leaf cache of a row has a form (`leaf_forms`): it is cut at any token, or kept as it is at one offset, or not at
-all.
+Every leaf cache of a row has a form (`leaf_forms`): it is cut at any token, or kept as it is at one offset, or both of
+it in parts (`pool_forms`), or not kept at all.
 
 Cut leaves may be quantised from some token on (`quantised`). What is kept then has two forms, full precision up to
 there and packed behind it, and a restored row has one: its first part is packed again, which gives the same rows.
@@ -11,7 +11,7 @@ never keeps a larger buffer alive than it needs.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
 from kvserve.engine.kv_buffers import KvArrays, flat_caches, held_arrays, settle, with_arrays, with_leaves
-from kvserve.engine.leaf_forms import TOKEN_AXIS, LeafForm, StateForm, forms_by_class
+from kvserve.engine.leaf_forms import TOKEN_AXIS, LeafForm, forms_by_class
 from kvserve.engine.quantised import PackedCache, Quantiser
 
 type Attempt = Callable[[Callable[[], Any]], Any]
@@ -30,9 +30,11 @@ type Attempt = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class KvSlice:
-    """Keys and values of a run of tokens: per cut leaf the arrays of keys, then of values.
+    """Keys and values of a run of tokens: per leaf of which rows are kept the arrays of keys, then of values.
 
-    `rest` are the last of its tokens, where they are in the other form.
+    `rest` are the last of its tokens, where they are in the other form. `row_tokens`: for how many tokens each leaf has
+    a row, which counts with the token that makes a group full; empty where that is one. Then `start`, the first token,
+    says which rows these are.
     """
 
     leaves: tuple[KvArrays, ...]
@@ -40,11 +42,13 @@ class KvSlice:
     num_bytes: int
     is_packed: bool = False
     rest: "KvSlice | None" = None
+    start: int = 0
+    row_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """The leaves that cannot be cut, at exactly one offset: one detached cache object per leaf."""
+    """The leaves that cannot be cut, at exactly one offset: one detached cache object per leaf, without its pool."""
 
     leaves: tuple[Any, ...]
     num_bytes: int
@@ -70,11 +74,13 @@ class CacheLayout:
         self._new_caches = new_caches
         self._quantiser = quantiser
         self._forms = tuple(forms) if forms is not None else forms_by_class(new_caches)
+        row_tokens = tuple(form.row_tokens for form in self._forms if form.has_rows)
+        self._row_tokens = row_tokens if any(count > 1 for count in row_tokens) else ()
 
     @property
     def is_cuttable(self) -> bool:
         """True when any prefix of a row can be restored from its segments alone."""
-        return all(form.kind in ("cut", "none") for form in self._forms)
+        return not any(form.has_state for form in self._forms)
 
     def read_kv(self, caches: Sequence[Any], start: int, end: int, packed_from: int | None = None) -> KvSlice:
         """Copy the KV of the tokens `[start, end)` out of a row's caches. `packed_from` is where those are converted;
@@ -84,18 +90,15 @@ class CacheLayout:
         """
         if any(form.kind == "none" and getattr(leaf, "offset", 0) for leaf, form in self._with_forms(caches)):
             raise ValueError("A cache that no pass wrote at load holds tokens.")
-        cut = [(leaf, form) for leaf, form in self._with_forms(caches) if form.kind == "cut"]
+        cut = [(leaf, form) for leaf, form in self._with_forms(caches) if form.has_rows]
         is_packed = any(isinstance(leaf, PackedCache) for leaf, _ in cut)
         border = None
         if self._quantiser is not None and cut:
             border = self._quantiser.start if packed_from is None else packed_from
         if border is not None and start < end and (start < border if is_packed else border < end):
             raise ValueError(f"The tokens [{start}, {end}) are not kept as they are: quantised KV starts at {border}.")
-        leaves = tuple(
-            tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf, form.state_form, end))
-            for leaf, form in cut
-        )
-        return _evaluated_slice(leaves, end - start, is_packed)
+        leaves = tuple(_part_of(_kv_arrays(leaf, form, end), start, end, form.row_tokens) for leaf, form in cut)
+        return _evaluated_slice(leaves, start, end, is_packed, self._row_tokens)
 
     def move_kv(
         self,
@@ -111,28 +114,25 @@ class CacheLayout:
 
         Raises ValueError where the caches have lost it already.
         """
-        cut = [position for position, form in enumerate(self._forms) if form.kind == "cut"]
+        cut = [position for position, form in enumerate(self._forms) if form.has_rows]
         own, empty = flat_caches(caches), flat_caches(self._new_caches())
-        if not all(_kv_arrays(own[position], self._forms[position].state_form, 0) for position in cut):
-            raise ValueError("These caches have given their KV away.")
+        for position in cut:
+            if self._forms[position].kind == "cut" and not _kv_arrays(own[position], self._forms[position], 0):
+                raise ValueError("These caches have given their KV away.")
         layers = []
         for position in cut:
-            leaf, form = own[position], self._forms[position].state_form
+            leaf, form = own[position], self._forms[position]
             layers.append(attempt(partial(_parts_of, leaf, form, borders, rest[position] if rest else ())))
             _give_away(leaf, form, empty[position])
         spans = list(pairwise(borders))
         return [
-            _evaluated_slice(tuple(parts[index] for parts in layers), end - start, is_packed=False)
+            _evaluated_slice(tuple(parts[index] for parts in layers), start, end, False, self._row_tokens)
             for index, (start, end) in enumerate(spans)
         ]
 
     def read_state(self, caches: Sequence[Any]) -> StateSnapshot | None:
         """Copy the leaves that cannot be cut, at the caches' present offset; None where there are none."""
-        leaves = tuple(
-            _detached_window(leaf) if form.kind == "window" else _detached(leaf)
-            for leaf, form in self._with_forms(caches)
-            if form.kind not in ("cut", "none")
-        )
+        leaves = tuple(_detached(leaf, form) for leaf, form in self._with_forms(caches) if form.has_state)
         if not leaves:
             return None
         return StateSnapshot.of(leaves)
@@ -154,13 +154,12 @@ class CacheLayout:
         cut_index = 0
         for position, (leaf, form) in enumerate(self._with_forms(caches)):
             if form.kind == "cut" and packer is not None and form.state_form is None:
-                self._replace(caches, position, _packed(packer, plain, cut_index, num_next_tokens))
-                cut_index += 1
-            elif form.kind == "cut":
-                _fill(leaf, form.state_form, [_rows(piece, cut_index) for piece in plain], num_next_tokens)
-                cut_index += 1
-            elif form.kind != "none":
-                self._replace(caches, position, copy.deepcopy(next(kept)))
+                self._put_back(caches, position, _packed(packer, plain, cut_index, num_next_tokens))
+            else:
+                filled = self._put_back(caches, position, copy.deepcopy(next(kept))) if form.has_state else leaf
+                if form.has_rows:
+                    _fill(filled, form, [_rows(piece, cut_index) for piece in plain], num_next_tokens)
+            cut_index += form.has_rows
         mx.eval(held_arrays(caches))
         return caches
 
@@ -180,20 +179,20 @@ class CacheLayout:
         kept = iter(state.leaves if state is not None else ())
         layers.reverse()
         for position, (leaf, form) in enumerate(self._with_forms(caches)):
-            if form.kind == "cut" and layers:
-                attempt(partial(_fill_at_once, leaf, form.state_form, layers[-1], num_next_tokens))
+            filled = self._put_back(caches, position, attempt(partial(_twin, next(kept)))) if form.has_state else leaf
+            if form.has_rows and layers:
+                attempt(partial(_fill_at_once, filled, form, layers[-1], num_next_tokens))
                 layers.pop()
-            elif form.kind not in ("cut", "none"):
-                self._replace(caches, position, attempt(partial(_twin, next(kept))))
         return caches
 
     def _with_forms(self, caches: Sequence[Any]) -> list[tuple[Any, LeafForm]]:
         return list(zip(flat_caches(caches), self._forms, strict=True))
 
-    def _replace(self, caches: list[Any], position: int, new: Any) -> None:
-        """Put a leaf in the place of the fresh one, also inside a list of caches."""
+    def _put_back(self, caches: list[Any], position: int, new: Any) -> Any:
+        """Put a leaf in the place of the fresh one, also inside a list of caches; it."""
         fresh = flat_caches(caches)[position]
         caches[:] = with_leaves(caches, lambda leaf: new if leaf is fresh else leaf)
+        return new
 
 
 def merged(slices: Sequence[tuple[KvSlice, int, int]]) -> KvSlice:
@@ -212,11 +211,14 @@ def _joined(pieces: Sequence[tuple[KvSlice, int, int]], is_packed: bool, rest: K
     leaves = tuple(
         tuple(  # contiguous: of a single piece the concatenation is a view that keeps its whole buffer alive
             mx.contiguous(mx.concatenate(list(parts), axis=TOKEN_AXIS))
-            for parts in zip(*(_rows(piece, i) for piece in pieces), strict=True)
+            for parts in zip(*_filled(_rows(piece, i) for piece in pieces), strict=True)
         )
         for i in range(len(pieces[0][0].leaves))
     )
-    joined = _evaluated_slice(leaves, sum(end - start for _, start, end in pieces), is_packed)
+    first, start, _ = pieces[0]
+    begin = first.start + start
+    end = begin + sum(end - start for _, start, end in pieces)
+    joined = _evaluated_slice(leaves, begin, end, is_packed, first.row_tokens)
     if rest is None:
         return joined
     num_tokens, num_bytes = joined.num_tokens + rest.num_tokens, joined.num_bytes + rest.num_bytes
@@ -236,17 +238,31 @@ def _of_one_form(kv: KvSlice, start: int, end: int) -> Iterator[tuple[KvSlice, i
         yield from _of_one_form(kv.rest, max(start - num_own, 0), end - num_own)
 
 
-def _evaluated_slice(leaves: tuple[KvArrays, ...], num_tokens: int, is_packed: bool) -> KvSlice:
+def _evaluated_slice(
+    leaves: tuple[KvArrays, ...], start: int, end: int, is_packed: bool, row_tokens: tuple[int, ...]
+) -> KvSlice:
     mx.eval(leaves)
-    return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
+    num_bytes = sum(array.nbytes for leaf in leaves for array in leaf)
+    return KvSlice(leaves, end - start, num_bytes, is_packed, start=start if row_tokens else 0, row_tokens=row_tokens)
 
 
-def _kv_arrays(leaf: Any, form: StateForm | None, num_wanted: int) -> KvArrays:
-    """The rows of a cut leaf; none where it is empty. Raises ValueError where it has fewer than are wanted: a slice
-    would be short, or of places that hold nothing yet, and nobody would see it."""
-    rows = form.rows(leaf) if form is not None else _plain_rows(leaf)
-    num_held = leaf.offset if form is None else rows[0].shape[TOKEN_AXIS] if rows else 0
-    if num_held < num_wanted:
+def _part_of(rows: KvArrays, start: int, end: int, row_tokens: int) -> KvArrays:
+    """Of a leaf's rows those of the tokens `[start, end)`, copied."""
+    return tuple(mx.contiguous(array[..., start // row_tokens : end // row_tokens, :]) for array in rows)
+
+
+def _filled(pieces: Iterable[KvArrays]) -> list[KvArrays]:
+    """Those that have rows: before its first group is full a pool has none."""
+    return [rows for rows in pieces if rows]
+
+
+def _kv_arrays(leaf: Any, form: LeafForm, num_wanted: int) -> KvArrays:
+    """The rows of a leaf; none where it is empty. Raises ValueError where it has fewer than are wanted: a slice would
+    be short, or of places that hold nothing yet, and nobody would see it."""
+    reader = form.state_form or form.pool_form
+    rows = reader.rows(leaf) if reader is not None else _plain_rows(leaf)
+    num_held = leaf.offset if reader is None else form.row_tokens * rows[0].shape[TOKEN_AXIS] if rows else 0
+    if num_held < num_wanted - num_wanted % form.row_tokens:
         raise ValueError(f"A cache of {type(leaf).__name__} holds {num_held} of {num_wanted} tokens.")
     return rows
 
@@ -257,9 +273,11 @@ def _plain_rows(leaf: Any) -> KvArrays:
     return () if leaf.keys is None else (leaf.keys, leaf.values)
 
 
-def _give_away(leaf: Any, form: StateForm | None, fresh: Any) -> None:
-    """Let go of what a cut leaf holds."""
-    if form is None:
+def _give_away(leaf: Any, form: LeafForm, fresh: Any) -> None:
+    """Let go of the rows that a leaf holds."""
+    if form.pool_form is not None:
+        form.pool_form.give_away(leaf)
+    elif form.state_form is None:
         leaf.keys = leaf.values = None
     else:
         vars(leaf).clear()
@@ -268,23 +286,28 @@ def _give_away(leaf: Any, form: StateForm | None, fresh: Any) -> None:
 
 def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> KvArrays:
     kv, start, end = piece
-    is_whole = (start, end) == (0, kv.num_tokens)
-    return tuple(array if is_whole else array[..., start:end, :] for array in kv.leaves[leaf_index])
+    if (start, end) == (0, kv.num_tokens):
+        return kv.leaves[leaf_index]
+    row_tokens = kv.row_tokens[leaf_index] if kv.row_tokens else 1
+    first = kv.start // row_tokens
+    start, end = ((kv.start + offset) // row_tokens - first for offset in (start, end))
+    return tuple(array[..., start:end, :] for array in kv.leaves[leaf_index])
 
 
-def _fill(leaf: Any, form: StateForm | None, pieces: Sequence[KvArrays], room: int) -> None:
-    """Give an empty cut leaf the rows of all pieces, in one copy, with room behind them where its class has any."""
+def _fill(leaf: Any, form: LeafForm, pieces: Sequence[KvArrays], room: int) -> None:
+    """Give an empty leaf the rows of all pieces, in one copy, with room behind them where its class has any."""
+    pieces = _filled(pieces)
     if not pieces:
         return
-    if form is not None:
-        form.fill(leaf, _with_room(pieces, 0))
+    if (reader := form.state_form or form.pool_form) is not None:
+        reader.fill(leaf, _with_room(pieces, 0))
         return
     leaf.keys, leaf.values = _with_room(pieces, room)
     settle(leaf.keys, leaf.values)
     leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
 
 
-def _fill_at_once(leaf: Any, form: StateForm | None, pieces: Sequence[KvArrays], room: int) -> None:
+def _fill_at_once(leaf: Any, form: LeafForm, pieces: Sequence[KvArrays], room: int) -> None:
     """The same, and nothing of it is left to be computed."""
     _fill(leaf, form, pieces, room)
     mx.eval(held_arrays(leaf))
@@ -297,11 +320,11 @@ def _twin(leaf: Any) -> Any:
     return twin
 
 
-def _parts_of(leaf: Any, form: StateForm | None, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
-    """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`, but for
-    leaves that have given theirs away."""
+def _parts_of(leaf: Any, form: LeafForm, borders: Sequence[int], rest: Sequence[Any]) -> list[KvArrays]:
+    """The rows of a leaf between neighbours of `borders`, computed, and with them those of `rest`, but for leaves that
+    have given theirs away."""
     arrays = _kv_arrays(leaf, form, borders[-1])
-    parts = [tuple(mx.contiguous(array[..., start:end, :]) for array in arrays) for start, end in pairwise(borders)]
+    parts = [_part_of(arrays, start, end, form.row_tokens) for start, end in pairwise(borders)]
     mx.eval(parts, held_arrays(list(rest)))
     return parts
 
@@ -341,6 +364,9 @@ def window_of(like: Any, *rows: mx.array) -> Any:
     return window
 
 
-def _detached(leaf: Any) -> Any:
-    """A copy of a cache object whose arrays are copies of their own, so that no batch buffer stays alive."""
-    return with_arrays(leaf, mx.contiguous)
+def _detached(leaf: Any, form: LeafForm) -> Any:
+    """A copy of a cache object whose arrays are copies of their own, so that no batch buffer stays alive; of one with a
+    pool all but that."""
+    if form.kind == "window":
+        return _detached_window(leaf)
+    return with_arrays(leaf, mx.contiguous) if form.pool_form is None else form.pool_form.rest(leaf)

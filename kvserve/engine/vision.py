@@ -167,11 +167,13 @@ class VlmDecoder(VisionDecoder):
     """A language model of mlx-vlm, for families that mlx-lm lacks: it takes every position.
 
     Some of its caches are twins of mlx-lm's, which join batches and are cut; `twins`: for which of them mlx-lm's stand.
+    `stand_in`: what stands for one of the others, itself or one that does what its own forgets (`pools`).
     """
 
     def __init__(self, decoder: Any, current: CurrentPass, *, has_positions: bool) -> None:
         super().__init__(decoder, current, has_positions=has_positions)
         self.twins: frozenset[type] = frozenset()
+        self.stand_in: Callable[[Any], Any] = lambda leaf: leaf
 
     def adopt_caches(self) -> None:
         """Find out for which of its caches mlx-lm's can stand: none may show in the logits. Raises what the model
@@ -202,7 +204,7 @@ class VlmDecoder(VisionDecoder):
 
     def _own_caches(self) -> list[Any]:
         def chosen(leaf: Any) -> Any:
-            return mlx_lm_twin(leaf) if type(leaf) in self.twins else leaf
+            return mlx_lm_twin(leaf) if type(leaf) in self.twins else self.stand_in(leaf)
 
         return with_leaves(make_prompt_cache(self.decoder), chosen)
 

@@ -99,6 +99,15 @@ def layer_cache() -> LayerCache:
     return cache
 
 
+def remembering_pool() -> Any:
+    from kvserve.engine.pools import RememberingPool
+
+    pool = RememberingPool(4)
+    values, gates, _ = pool.accumulate_windows(mx.random.normal((1, 9, 8)), mx.random.normal((1, 9, 8)), 0)
+    pool.update_and_fetch((values * gates)[:, ::4])
+    return pool
+
+
 CACHES = {
     "dense": lambda: filled(KVCache(), 5),
     "empty": KVCache,
@@ -112,6 +121,7 @@ CACHES = {
         filled(KVCache(), 5), CacheList(filled(RotatingKVCache(8), 9), ArraysCache(2))
     ),
     "window and compressed groups": layer_cache,
+    "pool that remembers a group": remembering_pool,
 }
 
 

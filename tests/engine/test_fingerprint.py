@@ -1,11 +1,16 @@
 """A model's fingerprint changes with everything its KV depends on, and with nothing else."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from kvserve.engine import fingerprint
 from kvserve.engine.fingerprint import kv_fingerprint, libraries_of, model_fingerprint
+from kvserve.engine.leaf_forms import LeafForm, LeafKind
+from kvserve.engine.model import KvSize, LoadedModel
 from kvserve.engine.quantised import KvSettings
 from tests.models import tiny_model
 
@@ -57,3 +62,24 @@ def test_where_kv_was_cut_counts_where_it_matters() -> None:
     """What was cut elsewhere is other KV; where a cut makes no difference there is nothing to tell."""
     assert len({kv_fingerprint("a", KvSettings(), cut_tokens) for cut_tokens in (1, 128, 256)}) == 3
     assert kv_fingerprint("a", KvSettings(), 1) == kv_fingerprint("a", KvSettings())
+
+
+def test_how_leaves_are_kept_counts_where_it_is_another_way() -> None:
+    """What was kept as a whole copy has no rows to be put together; models of which nothing changed keep their name."""
+    names = [kv_fingerprint("a", KvSettings(), 1, leaves) for leaves in ((), ("Pool 4",), ("Pool 128", "Pool 4"))]
+    assert len(set(names)) == 3 and names[0] == kv_fingerprint("a", KvSettings())
+
+
+def test_what_is_not_kept_any_more_counts_too() -> None:
+    """A state on disk has it: what is restored behind it would be read from it. What never was kept does not."""
+
+    class Layers(Module):
+        def make_cache(self) -> list[Any]:
+            return [KVCache(), KVCache(), ArraysCache(1)]
+
+    def leaves(*kinds: LeafKind) -> tuple[str, ...]:
+        model = LoadedModel(Layers(), {}, 8, 8, 1, 1, KvSize(0, 1), leaf_forms=tuple(LeafForm(kind) for kind in kinds))
+        return model.own_leaves
+
+    assert leaves("cut", "memo", "whole") == ("KVCache 0",)
+    assert leaves("cut", "whole", "whole") == leaves("cut", "none", "whole") == leaves("cut", "cut", "window") == ()

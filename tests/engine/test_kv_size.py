@@ -15,6 +15,12 @@ def test_without_quantisation_every_token_costs_the_same() -> None:
     assert FULL.kept(4, 10) == 148
 
 
+def test_what_a_model_works_out_again_is_live_and_not_kept() -> None:
+    """A row holds it; the prefix cache makes no room for it."""
+    sizes = KvSize(fixed=100, per_token=8, memo_per_token=6)
+    assert (sizes.live(10), sizes.held(10), sizes.kept(0, 10)) == (180, 180, 120)
+
+
 def test_a_live_row_is_smaller_from_its_start_on_what_is_kept_only_behind_it() -> None:
     """The first tokens stay in full precision in the prefix cache, and only there."""
     assert (PACKED.live(50), PACKED.live(51), PACKED.live(100)) == (100 + 50 * 8, 100 + 51 * 2, 300)

@@ -167,13 +167,18 @@ def test_what_has_a_row_for_each_token_is_cut_whatever_its_class() -> None:
         layout.move_kv(long, [0, 40])
 
 
+@pytest.mark.parametrize("new_cache", [Forgets, Pairs, Reshapes])
+def test_what_is_cut_in_parts_only_is_kept_whole_but_for_these(new_cache: Any) -> None:
+    """A sum over all tokens, groups of which half a one is lost, a state that changes its build: beside rows of tokens,
+    which are kept with them."""
+    found = form(new_cache)
+    assert (found.kind, found.state_form, found.row_tokens) == ("pool", None, 1)
+
+
 @pytest.mark.parametrize(
     ("new_cache", "reader"),
     [
-        (Forgets, {}),
-        (Pairs, {}),
         (Window, {}),
-        (Reshapes, {}),
         (KVCache, {"lazy": True}),
         (Indexed, {"lazy": True}),
         (lambda: RotatingKVCache(64, keep=4), {}),
@@ -181,10 +186,57 @@ def test_what_has_a_row_for_each_token_is_cut_whatever_its_class() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_kept_whole(new_cache: Any, reader: Any) -> None:
-    """A sum over all tokens, groups of which half a one is lost, a length that was not tried, a state that changes its
-    build, a cache that is not written at every pass, whose class says
-    otherwise, a window that keeps its first tokens, a recurrent state."""
+    """A length that was not tried, a cache that is not written at every pass, whose class says otherwise, a window that
+    keeps its first tokens, a recurrent state."""
     assert (form(new_cache, **reader).kind, form(new_cache, **reader).state_form) == ("whole", None)
+
+
+class Recalls:
+    """A stand-in for a model that doubles what it reads, and remembers it in a cache of its own while only prefills
+    come; `trusts`: what is not there it takes for nothing."""
+
+    def __init__(self, trusts: bool = False) -> None:
+        self.trusts = trusts
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        read, doubled = cache
+        rows = mx.broadcast_to(tokens[:, None, :, None].astype(mx.float32), (1, 1, tokens.shape[1], WIDTH))
+        before = read.offset
+        keys, _ = read.update_and_fetch(rows, rows)
+        if tokens.shape[1] > 1 and (self.trusts or doubled.offset == before):
+            found, _ = doubled.update_and_fetch(2 * rows, 2 * rows)
+        else:
+            found = doubled.keys[..., : doubled.offset, :] if self.trusts else 2 * keys
+        return mx.broadcast_to(found.sum(), (1, tokens.shape[1], 8))
+
+
+def test_what_a_model_works_out_again_is_not_kept() -> None:
+    """A plain cache that lags behind the row, where the row goes on without it as it does with it: GLM-5-Next's keys
+    and values of all heads, which were copied at each checkpoint. Not where anything else comes out."""
+    forms = find_forms(Recalls(), lambda: [KVCache(), KVCache()])
+    assert [each.kind for each in forms] == ["cut", "memo"]
+    layout, row = CacheLayout(lambda: [KVCache(), KVCache()], forms=forms), [KVCache(), KVCache()]
+    Recalls()(mx.arange(1, 41)[None], row)
+    assert layout.is_cuttable and layout.read_state(row) is None
+    [read, doubled] = layout.restore([(layout.read_kv(row, 0, 40), 0, 40)], None, 0)
+    assert (read.offset, doubled.offset) == (40, 0)
+    assert [each.kind for each in find_forms(Recalls(trusts=True), lambda: [KVCache(), KVCache()])] == ["cut", "whole"]
+
+
+class Faint(Recalls):
+    """The same, which also keeps every fourth token in a plain cache that says little beside all else."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        rows = mx.broadcast_to(tokens[:, None, ::4, None].astype(mx.float32), (1, 1, -(-tokens.shape[1] // 4), WIDTH))
+        found, _ = cache[2].update_and_fetch(rows, rows)
+        return super().__call__(tokens, cache[:2]) + 20 * found.mean()
+
+
+def test_what_is_hardly_seen_is_kept() -> None:
+    """Where a model without a cache is nearly as it is with it, but no nearer than with one of other content: with
+    logits, or keys, of which one is large, all that a layer holds can be lost within what rounding is allowed."""
+    found = find_forms(Faint(), lambda: [KVCache() for _ in range(3)])
+    assert [each.kind for each in found] == ["cut", "whole", "whole"]
 
 
 def test_a_leaf_that_cannot_be_understood_changes_no_other() -> None:
