@@ -116,7 +116,7 @@ def load_tokenizer(model_dir: Path, template: str | None = None) -> Tokenizer:
         backend=backend,
         decoder=decoder_form(backend),
         vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
-        stop_token_ids=frozenset(_stop_token_ids(model_dir, backend, loaded.eos_token_id, template)),
+        stop_token_ids=frozenset(_stop_token_ids(model_dir, backend, loaded.eos_token, template)),
         special_tokens=frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special),
         chat_template=template,
         template_variables=MappingProxyType(
@@ -158,7 +158,8 @@ def _chat_template(model_dir: Path, template: object) -> str | None:
 def _stop_token_ids(
     model_dir: Path, backend: tokenizers.Tokenizer, tokenizer_eos: object, template: str | None
 ) -> Iterator[int]:
-    yield from _ids(tokenizer_eos)
+    if tokenizer_eos is not None:  # by its name: a class that has ids of its own adds one that the file may not have
+        yield from _ids(backend.token_to_id(str(tokenizer_eos)))
     for name in ("generation_config.json", "config.json"):
         configuration = _json_object(model_dir / name)
         yield from _ids(configuration.get("eos_token_id"))

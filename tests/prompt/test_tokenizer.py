@@ -157,6 +157,17 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, tokenizer_class: str, 
         assert list(loaded.encode(text)) == stock(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "GemmaTokenizer"])
+def test_an_end_that_only_a_class_has_stops_nothing(tmp_path: Path, tokenizer_class: str) -> None:
+    """A folder that names no end of text gets that of its class, which the file need not have: its id was one behind
+    all others, and llguidance refused every grammar."""
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.stop_token_ids == {loaded.token_id("<|im_end|>")}
+
+
 def test_the_template_of_a_processor_is_the_models(folder: Path) -> None:
     """Folders of models that see may have their template in chat_template.json alone: without it their prompts were
     labelled plain text. One that the tokenizer has itself goes before."""
