@@ -99,6 +99,21 @@ def test_what_is_not_used_for_long_goes(tmp_path: Path, monkeypatch: pytest.Monk
     assert memory(tmp_path, late + 1).find(KEY, MODEL) is None
 
 
+def test_servers_of_the_same_number_write_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two containers that share a folder: each is process 1. One is written whole, then the other."""
+
+    def meanwhile(_descriptor: int) -> None:
+        monkeypatch.setattr(checked_file.os, "fsync", lambda _: None)
+        file.write([["other"]])
+        assert file.read() == [["other"]]
+
+    monkeypatch.setattr(checked_file.os, "getpid", lambda: 1)
+    monkeypatch.setattr(checked_file.os, "fsync", meanwhile)
+    file = checked_file.CheckedFile(tmp_path / CACHES_FILE, caches_seen.FORMAT, "looks")
+    file.write([["one"]])
+    assert file.read() == [["one"]] and [each.name for each in tmp_path.iterdir()] == [CACHES_FILE]
+
+
 def test_a_place_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is remembered, and nobody is kept from anything."""
 
