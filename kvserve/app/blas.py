@@ -33,6 +33,9 @@ SENTINEL = "KVSERVE_BLAS_PRELOADED"
 BEGAN_AT = time.monotonic()
 """When this module was imported: `start_llm.py` imports nothing before it."""
 
+KERNEL_VARIABLES = re.compile(r"(MLX|OPENBLAS|BLIS|MKL|CUDA|CUBLAS|CUDNN|NVIDIA)_.*")
+"""In the environment: they choose kernels, or how operations are put together."""
+
 TRIAL = Path(__file__).with_name("blas_trial.py")
 TRIAL_SECONDS = 20.0
 CGROUP = Path("/sys/fs/cgroup")
@@ -253,6 +256,12 @@ def active_blas() -> Blas | None:
     process.dladdr(ctypes.cast(process.cblas_sgemm, ctypes.c_void_p), ctypes.byref(place))
     path = os.fsdecode(place.file or b"")
     return Blas(_name(process) or Path(path).name, path)
+
+
+def what_computes(found: Blas | None, environ: Mapping[str, str]) -> str:
+    """Tells this BLAS from others, none among them, and what chooses kernels, its own or MLX's, from other choices."""
+    chosen = sorted([name, value] for name, value in environ.items() if KERNEL_VARIABLES.fullmatch(name))
+    return json.dumps([found.build if found is not None else "", chosen])
 
 
 def _name(process: ctypes.CDLL) -> str | None:

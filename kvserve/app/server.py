@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from kvserve import __version__
-from kvserve.app.blas import active_blas
+from kvserve.app.blas import active_blas, what_computes
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
 from kvserve.app.demo_model import DemoModel, demo_model
 from kvserve.app.forget_owner import Forgetting
@@ -38,6 +38,7 @@ from kvserve.app.wiring import (
 from kvserve.config import Launch
 from kvserve.core import JsonObject, TokenSequence, Turn
 from kvserve.core.keeping import Scope
+from kvserve.engine.caches_seen import note_code
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.warming import Warming
@@ -103,7 +104,7 @@ class Server:
             records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),
-            blas=self._blas.build if self._blas is not None else "",
+            blas=what_computes(self._blas, launch.environment),
         )
         callbacks = Callbacks(self._submit, self.observability.refused, terminal.note)
         self._pool = ModelPool(factory, callbacks, max_waiting=max(1, self._settings.max_queued_requests))
@@ -133,6 +134,7 @@ class Server:
 
     def start(self, stopping: threading.Event) -> None:
         """Start everything; returns early once `stopping` is set. Raises StartupError."""
+        note_code()
         self.responses.tidy()
         self._server.bind()
         self._server.start()

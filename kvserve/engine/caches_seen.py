@@ -33,8 +33,8 @@ from kvserve.engine.model_files import CACHES_FILE
 from kvserve.engine.quantised import KvSettings
 
 FORMAT = 1
-PACKAGES = ("mlx", "mlx_lm", "mlx_vlm", "kvserve")
-"""Whose code a look runs."""
+PACKAGES = ("mlx", "mlx_lm", "mlx_vlm", "nvidia", "kvserve")
+"""Whose code a look runs; `nvidia` has the libraries that MLX computes with on such a GPU."""
 
 MAX_ROWS = 64
 UNUSED_SECONDS = 180 * 86_400.0
@@ -50,10 +50,15 @@ _writing = threading.Lock()
 """Of this process; what another one's takes away is looked at once more."""
 
 
+def note_code() -> None:
+    """Look which code this is. As early as can be: until a model is loaded a fetch may take hours, and code may be
+    replaced meanwhile."""
+    _code_at_first(PACKAGES)
+
+
 def surroundings(kv: KvSettings, blas: str) -> dict[str, str] | None:
     """The part of a key that no model has; None where it cannot be told what computes: its files were replaced since
-    the first load, and what this process has imported is of before. `blas`: what stands before the wheel's, "" where
-    nothing does."""
+    they were noted, and what this process has imported is of before. `blas`: see `EngineSettings`."""
     try:
         code = _code(PACKAGES)
         if code != _code_at_first(PACKAGES):
@@ -65,7 +70,7 @@ def surroundings(kv: KvSettings, blas: str) -> dict[str, str] | None:
     return {
         "mlx, mlx-lm, mlx-vlm or kvserve": code,
         "the machine": json.dumps([platform.platform(), platform.python_version(), str(mx.default_device()), *names]),
-        "the BLAS": blas,
+        "the BLAS, or variables of it or of MLX": blas,
         "KV_BITS or what goes with it": json.dumps(asdict(kv)),
     }
 
@@ -74,15 +79,23 @@ def _code(packages: Sequence[str]) -> str:
     return _digest([_stamps(package) for package in packages])
 
 
-_code_at_first = cache(_code)
+@cache
+def _code_at_first(packages: Sequence[str]) -> str | None:
+    """None, for good, where it was just being replaced: nobody knows what was imported."""
+    try:
+        return _code(packages)
+    except OSError:
+        return None
 
 
 def _stamps(package: str) -> list[tuple[str, int, int, int]]:
     """The files of a package, however it was installed, and what shows a change of each: also one that was made by hand
-    and one that came under the same version."""
+    and one that came under the same version. A wheel's own libraries, such as MLX's BLAS, lie beside it."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return sorted(found for folder in folders for found in _below(folder, ""))
+    beside = [path for folder in folders for path in Path(folder).parent.glob(f"{package}*.libs")]
+    own = [found for folder in folders for found in _below(folder, "")]
+    return sorted((*own, *(found for path in beside for found in _below(str(path), path.name))))
 
 
 def _below(folder: str, name: str) -> Iterator[tuple[str, int, int, int]]:
@@ -108,7 +121,7 @@ class Seen:
     @classmethod
     def of(cls, model: LoadedModel, probed: Probed, support: CacheSupport) -> "Seen | None":
         """None where anything went wrong, which another start may find otherwise, and where a class is unknown here."""
-        is_right = support.can_batch and support.can_keep and not support.notes and not probed.leaf_trouble
+        is_right = support == CacheSupport(can_pad=support.can_pad) and not probed.leaf_trouble
         if not is_right or not all(is_known(leaf) for leaf in flat_caches(model.new_caches())):
             return None
         return cls(probed, support.can_pad)
@@ -131,7 +144,7 @@ class Seen:
 
     @classmethod
     def from_row(cls, row: Any) -> "Seen":
-        """Raises LookupError, TypeError or ValueError for what is no row."""
+        """Raises LookupError, TypeError, ValueError or OverflowError for what is no row."""
         forms = tuple(LeafForm(kind, None, float(per_token), int(fixed)) for kind, per_token, fixed in row["forms"])
         sizes = KvSize(**row["sizes"])
         probed = Probed(int(row["vocab_size"]), sizes, forms, kv_notes=tuple(map(str, row["kv_notes"])))
@@ -200,7 +213,7 @@ class CachesSeen:
                 _Kept(str(name), str(place), dict(parts), float(used_at), Seen.from_row(seen))
                 for name, place, parts, used_at, seen in self._file.read()
             ]
-        except (Damaged, LookupError, TypeError, ValueError) as error:
+        except (Damaged, LookupError, TypeError, ValueError, OverflowError) as error:
             self._note(f"{self._file.path} is damaged and taken away, what it says is found out again: {error}")
             with suppress(OSError):
                 self._file.path.unlink()
@@ -212,19 +225,28 @@ class Look:
     """The look at one model, for one load of it: `probed` while it is loaded, `support` when it is, `remember` when its
     start has come through. Belongs to the engine thread."""
 
-    def __init__(self, memory: CachesSeen | None, digest: ModelDigest, folder: Path, around: LookKey | None) -> None:
-        """Without a `memory`, or `surroundings`, nothing is found and nothing remembered."""
-        self._memory = memory if around is not None else None
+    def __init__(
+        self, memory: CachesSeen | None, digest: ModelDigest, folder: Path, find_around: Callable[[], LookKey | None]
+    ) -> None:
+        """`find_around` finds the `surroundings`; without these, or a `memory`, nothing is found and nothing
+        remembered."""
+        self._memory = memory
         self._digest = digest
         self._folder = folder
-        self._around = around or {}
+        self._find_around = find_around
+        self._around: LookKey = {}
         self._build = ""
         self._probed: Probed | None = None
         self._found: Seen | None = None
 
     def probed(self, build: str, probe: Callable[[], Probed]) -> Probed:
-        """What is remembered of the model that was just loaded and is built like this, else what `probe` finds."""
+        """What is remembered of the model that was just loaded and is built like this, else what `probe` finds. What
+        surrounds it is found only now, when its module has been imported."""
         self._build = build
+        if self._memory is not None and (around := self._find_around()) is not None:
+            self._around = around
+        else:
+            self._memory = None
         if self._memory is not None and (fingerprint := self._digest.loaded()) is not None:
             self._found = self._memory.find(self._key(fingerprint), self._folder)
         self._probed = self._found.probed if self._found is not None else probe()

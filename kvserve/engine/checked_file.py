@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,16 +48,17 @@ class CheckedFile:
         folder = self.path.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(folder)
-        scratch = folder / f"{self.path.name}.{os.getpid()}.part"
+        # nobody else's name: in two containers that share the folder both processes have the number 1
+        descriptor, scratch = tempfile.mkstemp(prefix=f"{self.path.name}.", suffix=".part", dir=folder)
         try:
-            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with open(descriptor, "w") as file:
                 json.dump({"format": self.format, "check": _check(rows), self.field: rows}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(scratch, self.path)
         except OSError:
             with contextlib.suppress(OSError):
-                scratch.unlink()
+                os.unlink(scratch)
             raise
 
 

@@ -33,8 +33,8 @@ class DiskSettings:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
-    `wired_bytes`: 0 wires nothing, None what weights and KV take. `blas` tells what stands before MLX's own BLAS from
-    others of its kind, "" where nothing does."""
+    `wired_bytes`: 0 wires nothing, None what weights and KV take. `blas` tells what stands before MLX's own BLAS, and
+    the variables that choose kernels of both, from others."""
 
     max_kv_size: int
     max_concurrent_requests: int

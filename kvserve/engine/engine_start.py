@@ -99,9 +99,9 @@ class EngineStart:
         """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
         disk, kv = self._settings.disk, self._settings.kv
         if disk is None or disk.is_ephemeral:
-            return Look(None, self._digest, self._folder, None)
+            return Look(None, self._digest, self._folder, lambda: None)
         memory = CachesSeen(disk.folder, self._report, self._note)
-        return Look(memory, self._digest, self._folder, surroundings(kv, self._settings.blas))
+        return Look(memory, self._digest, self._folder, partial(surroundings, kv, self._settings.blas))
 
     def end(self) -> None:
         """Wire nothing any more, and let MLX hold as many freed buffers as before."""

@@ -152,7 +152,7 @@ class DigestMemory:
                 FileStamp(*(int(number) for number in row[:5])): _Entry(_digest_of(row[5]), float(row[6]))
                 for row in self._file.read()
             }
-        except (Damaged, ValueError, LookupError, TypeError):
+        except (Damaged, ValueError, LookupError, TypeError, OverflowError):
             return {}
 
     def _write(self, entries: Mapping[FileStamp, _Entry]) -> None:

@@ -15,6 +15,8 @@ from typing import Any, cast
 import pytest
 
 import kvserve.app.model_factory
+import kvserve.app.server
+from kvserve.app.server import Server
 from kvserve.app.wiring import access_warnings
 from kvserve.errors import ModelLoadError, PortTaken
 from tests.engine.odd_caches import Unmergeable, use_cache
@@ -197,6 +199,20 @@ def test_the_terminal_says_when_the_server_is_ready(app: AppUnderTest) -> None:
     text = app.screen.getvalue()
     told = re.search(rf"kvserve is ready: http://127\.0\.0\.1:{app.port}, \d+\.\d s after the start", text)
     assert told is not None and told.start() < text.index("\nkvserve ")
+
+
+def test_the_code_that_runs_is_noted_before_a_model_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch may take hours, and code be replaced meanwhile."""
+
+    def fetching(_server: Server) -> Path:
+        assert noted == ["now"]
+        raise ModelLoadError("it is not there")
+
+    noted: list[str] = []
+    monkeypatch.setattr(kvserve.app.server, "note_code", lambda: noted.append("now"))
+    monkeypatch.setattr(Server, "_model_folder", fetching)
+    with unstarted_app(tmp_path) as app, pytest.raises(ModelLoadError, match="it is not there"):
+        app.app.start(threading.Event())
 
 
 def test_the_family_that_is_set_comes_first(app: AppUnderTest, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a start has found out of a model's caches is taken over by the next one with the same model, and by no other."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,17 +10,20 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from kvserve.engine import caches_seen, checked_file, engine_start, model_digest
+from kvserve.engine import caches_seen, engine_start, model_digest
 from kvserve.engine import model as model_module
-from kvserve.engine.caches_seen import REFRESH_SECONDS, UNUSED_SECONDS, CachesSeen, Look, LookKey, Seen, surroundings
+from kvserve.engine.caches_seen import (
+    CachesSeen,
+    Look,
+    LookKey,
+    note_code,
+    surroundings,
+)
 from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.file_digest import DigestMemory
-from kvserve.engine.leaf_forms import LeafForm
-from kvserve.engine.model import CacheSupport, KvSize, LoadedModel, Probed, load
+from kvserve.engine.model import CacheSupport, LoadedModel, Probed, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.model_files import CACHES_FILE
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
@@ -27,107 +31,9 @@ from kvserve.engine.self_check import check_caches
 from kvserve.engine.worker import Engine
 from tests.engine.engines import FAMILIES, engine_settings, generate, prompt_of, turn
 from tests.engine.odd_caches import DropsPadding, use_cache
-from tests.laws import num_examples, sampled
+from tests.laws import sampled
 from tests.models import TWO_LAYERS, tiny_model
 from tests.weights import change_byte
-
-FORMS = (LeafForm("cut"), LeafForm("window", None, 0.5, 96))
-SEEN = Seen(Probed(1000, KvSize(96, 1024.5, 300.0, 64, 256, 0.75), FORMS, kv_notes=("One layer stays.",)), can_pad=True)
-KEY = {"its files": "0a1b", "the BLAS": "OpenBLAS 0.3", "the machine": "one"}
-MODEL = Path("/models/one")
-
-
-def memory(folder: Path, now: float = 1e9, note: Callable[[str], None] = pytest.fail) -> CachesSeen:
-    return CachesSeen(folder, pytest.fail, note, lambda: now)
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_look_is_found_again_under_its_whole_key_alone(tmp_path: Path) -> None:
-    """Also by another process. With any part of the key changed, added or left out nothing is found, and a line says
-    what changed; libraries are named alone, as they make other files of a model's too. A model that was never here has
-    no line."""
-    lines: list[str] = []
-    memory(tmp_path).remember(KEY, MODEL, SEEN)
-    assert memory(tmp_path).find(KEY, MODEL) == memory(tmp_path).find(KEY, Path("/moved")) == SEEN
-    for part in KEY:
-        assert memory(tmp_path, note=lines.append).find({**KEY, part: "x"}, MODEL) is None
-        assert lines.pop().endswith(f"changed are {part}.") and not lines
-    assert memory(tmp_path, note=lines.append).find(KEY | {"its files": "x", "the BLAS": ""}, MODEL) is None
-    assert lines.pop().endswith("changed are the BLAS.")
-    assert memory(tmp_path, note=lines.append).find({**KEY, "more": "x"}, MODEL) is None
-    assert memory(tmp_path).find({**KEY, "its files": "x"}, Path("/models/new")) is None
-    assert memory(tmp_path / "none").find(KEY, MODEL) is None
-
-
-def test_it_holds_numbers_and_digests_only(tmp_path: Path) -> None:
-    """For its owner's eyes; no name of a model, a folder or a machine."""
-    memory(tmp_path).remember(KEY, MODEL, SEEN)
-    text = (tmp_path / CACHES_FILE).read_text()
-    assert set(json.loads(text)) == {"format", "check", "looks"}
-    assert (tmp_path / CACHES_FILE).stat().st_mode & 0o077 == 0
-    assert not [word for word in ("0a1b", "OpenBLAS", "/models", '"one"') if word in text]
-    assert [each.name for each in tmp_path.iterdir()] == [CACHES_FILE]
-
-
-@settings(max_examples=num_examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), cut=st.booleans())
-def test_no_damage_makes_it_say_something_else(tmp_path: Path, place: float, flip: int, cut: bool) -> None:
-    """Any byte changed, or the end cut off: what was remembered, or nothing. A file that does not add up is taken away
-    with one line, and written anew."""
-    lines: list[str] = []
-    memory(tmp_path).remember(KEY, MODEL, SEEN)
-    path = tmp_path / CACHES_FILE
-    held = bytearray(path.read_bytes())
-    at = int(place * len(held))
-    held[at] ^= flip
-    path.write_bytes(held[:at] if cut else held)
-    assert memory(tmp_path, note=lines.append).find(KEY, MODEL) in (None, SEEN)
-    assert path.exists() == (not lines) and len(lines) <= 1
-    assert memory(tmp_path).find(KEY, MODEL) in (None, SEEN)
-    memory(tmp_path).remember(KEY, MODEL, SEEN)
-    assert memory(tmp_path).find(KEY, MODEL) == SEEN
-
-
-def test_rows_that_say_nothing_that_is_known_are_damage(tmp_path: Path) -> None:
-    """Their checksum is right all the same."""
-    memory(tmp_path).remember(KEY, MODEL, SEEN)
-    held = json.loads((tmp_path / CACHES_FILE).read_text())["looks"]
-    for change in ({"sizes": {"fixed": 1}}, {"forms": [["cut"]]}, {"vocab_size": None}, {"kv_notes": 7}):
-        [[name, place, parts, used_at, seen]] = held
-        lines: list[str] = []
-        rows = [[name, place, parts, used_at, {**seen, **change}]]
-        checked_file.CheckedFile(tmp_path / CACHES_FILE, caches_seen.FORMAT, "looks").write(rows)
-        assert memory(tmp_path, note=lines.append).find(KEY, MODEL) is None and len(lines) == 1
-
-
-def test_what_is_not_used_for_long_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look that is used now and then stays; of too many the least recently used go."""
-    unused = {**KEY, "its files": "2c"}
-    memory(tmp_path, 0).remember(KEY, MODEL, SEEN)
-    memory(tmp_path, 0).remember(unused, Path("/two"), SEEN)
-    assert memory(tmp_path, 2 * REFRESH_SECONDS).find(KEY, MODEL) == SEEN
-    late = UNUSED_SECONDS + REFRESH_SECONDS
-    memory(tmp_path, late).remember({**KEY, "its files": "3d"}, Path("/three"), SEEN)
-    assert memory(tmp_path, late).find(KEY, MODEL) == SEEN
-    assert memory(tmp_path, late).find(unused, Path("/two")) is None
-    monkeypatch.setattr(caches_seen, "MAX_ROWS", 1)
-    memory(tmp_path, late + 1).remember(unused, Path("/two"), SEEN)
-    assert memory(tmp_path, late + 1).find(KEY, MODEL) is None
-
-
-def test_a_place_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is remembered, and nobody is kept from anything."""
-
-    def full(_descriptor: int) -> None:
-        raise OSError("no space left")
-
-    lines: list[str] = []
-    monkeypatch.setattr(checked_file.os, "fsync", full)
-    CachesSeen(tmp_path, lines.append, pytest.fail).remember(KEY, MODEL, SEEN)
-    assert len(lines) == 1 and "no space left" in lines[0] and list(tmp_path.iterdir()) == []
-
 
 # --- the key ----------------------------------------------------------------------------------------------------------
 
@@ -144,9 +50,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_whatever_computes_is_part_of_the_key(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of a library that is changed by hand or under the same version, the device, the system, the BLAS, each
-    setting of quantised KV. What Python makes of the sources is not."""
+def test_whatever_computes_is_part_of_the_key(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a library that is changed by hand or under the same version, and of what its wheel lays beside it, the
+    device, the system, the BLAS, each setting of quantised KV. What Python makes of the sources is not."""
+    (beside := tmp_path / "computes_cpu.libs").mkdir()  # where a wheel has its BLAS
+    (beside / "libblas.so").write_text("one")
 
     def key(kv: KvSettings = FULL_PRECISION, blas: str = "") -> str:
         """In another process."""
@@ -170,8 +78,9 @@ def test_whatever_computes_is_part_of_the_key(package: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         keys += [key()]
-    change_byte(package / "deep" / "cache.py", 0)
-    keys += [key()]
+    for path in (package / "deep" / "cache.py", beside / "libblas.so"):
+        change_byte(path, 0)
+        keys += [key()]
     (package / "more.py").touch()
     keys += [key()]
     assert len({was, *keys}) == 1 + len(keys) and "null" not in keys
@@ -185,10 +94,31 @@ def test_code_that_was_replaced_under_a_process_has_no_key(package: Path, starts
     change_byte(package / "deep" / "cache.py", 0)
     assert was is not None and surroundings(FULL_PRECISION, "") is None
     for _ in range(2):
-        starts.start(around=None)
+        starts.start(around=lambda: None)
     assert starts.num_looks == 3 and starts.lines == []
     caches_seen._code_at_first.cache_clear()
     assert surroundings(FULL_PRECISION, "") not in (None, was)
+
+
+def test_code_that_is_replaced_before_or_while_the_first_model_is_loaded_has_no_key(
+    package: Path, starts: "Starts"
+) -> None:
+    """A start may fetch for hours before it loads, and a load imports the model's module: which code it is, is asked
+    at the beginning, and again when the weights are in memory. Where it could not be told then, it is never known."""
+    source = package / "deep" / "cache.py"
+    note_code()
+    starts.start(meanwhile=lambda: change_byte(source, 0), around=lambda: surroundings(FULL_PRECISION, ""))
+    assert surroundings(FULL_PRECISION, "") is None
+    caches_seen._code_at_first.cache_clear()
+    starts.start(around=lambda: surroundings(FULL_PRECISION, ""))
+    assert starts.num_looks == 2 and starts.lines == []
+    starts.start(around=lambda: surroundings(FULL_PRECISION, ""))
+    assert starts.num_looks == 2
+    caches_seen._code_at_first.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", lambda _: (_ for _ in ()).throw(FileNotFoundError))
+        note_code()
+    assert surroundings(FULL_PRECISION, "") is None
 
 
 def test_the_libraries_and_this_program_are_looked_at() -> None:
@@ -222,12 +152,15 @@ class Starts:
         kv: KvSettings = FULL_PRECISION,
         meanwhile: Callable[[], object] = lambda: None,
         check: Callable[[LoadedModel], CacheSupport] = lambda _: RIGHT,
-        around: LookKey | None = AROUND,
+        around: Callable[[], LookKey | None] = lambda: AROUND,
     ) -> tuple[LoadedModel, CacheSupport]:
         digest = ModelDigest(self.folder, DigestMemory(self._kv, pytest.fail, pytest.fail), lambda _: None, pytest.fail)
         digest.begin()
-        key = {**around, "KV_BITS or what goes with it": repr(kv)} if around is not None else None
-        look = Look(CachesSeen(self._kv, pytest.fail, self.lines.append), digest, self.folder, key)
+
+        def found() -> LookKey | None:
+            return {**key, "KV_BITS or what goes with it": repr(kv)} if (key := around()) is not None else None
+
+        look = Look(CachesSeen(self._kv, pytest.fail, self.lines.append), digest, self.folder, found)
 
         def looking(build: str, probe: Callable[[], Probed]) -> Probed:
             meanwhile()
@@ -304,6 +237,7 @@ def test_what_went_wrong_is_tried_at_each_start(starts: Starts, monkeypatch: pyt
         CacheSupport(can_keep=False, notes=("no copies",)),
         CacheSupport(can_keep=False),
         CacheSupport(notes=("no padding",)),
+        CacheSupport(cut_tokens=256),
     )
     for support in wrong:
         starts.start(check=lambda _, found=support: found)
