@@ -233,7 +233,7 @@ def _use_once() -> None:
 # --- what is there ----------------------------------------------------------------------------------------------------
 
 
-class _Place(ctypes.Structure):
+class _FunctionPlace(ctypes.Structure):
     """What `dladdr` says of an address."""
 
     _fields_ = (
@@ -252,7 +252,7 @@ def active_blas() -> Blas | None:
     process = ctypes.CDLL(None)
     if not hasattr(process, "cblas_sgemm"):
         return None
-    place = _Place()
+    place = _FunctionPlace()
     process.dladdr(ctypes.cast(process.cblas_sgemm, ctypes.c_void_p), ctypes.byref(place))
     path = os.fsdecode(place.file or b"")
     return Blas(_name(process) or Path(path).name, path)

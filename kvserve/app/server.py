@@ -152,8 +152,7 @@ class Server:
         self._terminal.banner(self._banner(served))
 
     def stop(self, *, is_told: bool = False) -> None:
-        """End every answer, then the proxy, the engine and what is left of the sockets; `is_told`: somebody at the
-        terminal waits for it."""
+        """End all answers, the proxy, the engine, then what is left; `is_told`: somebody at the terminal waits."""
         if is_told:
             self._terminal.stopping(self.observability.num_running + len(self._pool.waiting()))
         self._server.stop_accepting()

@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvserve.engine.checked_file import CheckedFile, Damaged
+from kvserve.engine.checked_file import CheckedFile, DamagedFile
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.leaf_forms import LeafForm, is_known
 from kvserve.engine.model import CacheSupport, KvSize, LoadedModel, Probed
@@ -122,6 +122,8 @@ class Seen:
     def of(cls, model: LoadedModel, probed: Probed, support: CacheSupport) -> "Seen | None":
         """None where anything went wrong, which another start may find otherwise, and where a class is unknown here."""
         is_right = support == CacheSupport(can_pad=support.can_pad) and not probed.leaf_trouble
+        if any(form.state_form or form.pool_form for form in probed.leaf_forms):
+            return None  # a row does not hold them
         if not is_right or not all(is_known(leaf) for leaf in flat_caches(model.new_caches())):
             return None
         return cls(probed, support.can_pad)
@@ -152,7 +154,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptLook:
     """`name` is the whole key, `place` the model's folder, `parts` the digests of the key's parts: none says a word."""
 
     name: str
@@ -196,7 +198,7 @@ class CachesSeen:
         """Write a look down, and forget what was not used for long. A disk that does not take it is reported."""
         now, name = self._clock(), _digest(dict(key))
         with _writing:
-            kept = self._read() | {name: _Kept(name, _digest(str(folder)), _parts(key), now, seen)}
+            kept = self._read() | {name: _KeptLook(name, _digest(str(folder)), _parts(key), now, seen)}
             fresh = [each for each in kept.values() if now - each.used_at <= UNUSED_SECONDS]
             newest = sorted(fresh, key=lambda each: each.used_at)[-MAX_ROWS:]
             rows = [[each.name, each.place, each.parts, each.used_at, each.seen.row()] for each in newest]
@@ -206,14 +208,14 @@ class CachesSeen:
                 if self._file.path.parent.is_dir():  # else KV has no place either, which is said there
                     self._report(f"What the caches allow cannot be noted, the next start tries them again: {error}")
 
-    def _read(self) -> dict[str, _Kept]:
+    def _read(self) -> dict[str, _KeptLook]:
         """By the name of the key. A file that does not add up is taken away."""
         try:
             rows = [
-                _Kept(str(name), str(place), dict(parts), float(used_at), Seen.from_row(seen))
+                _KeptLook(str(name), str(place), dict(parts), float(used_at), Seen.from_row(seen))
                 for name, place, parts, used_at, seen in self._file.read()
             ]
-        except (Damaged, LookupError, TypeError, ValueError, OverflowError) as error:
+        except (DamagedFile, LookupError, TypeError, ValueError, OverflowError) as error:
             self._note(f"{self._file.path} is damaged and taken away, what it says is found out again: {error}")
             with suppress(OSError):
                 self._file.path.unlink()
@@ -221,7 +223,7 @@ class CachesSeen:
         return {row.name: row for row in rows}
 
 
-class Look:
+class CacheLook:
     """The look at one model, for one load of it: `probed` while it is loaded, `support` when it is, `remember` when its
     start has come through. Belongs to the engine thread."""
 

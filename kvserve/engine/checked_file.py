@@ -15,7 +15,7 @@ from typing import Any
 from kvserve.cache.disk_store import check_owner
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """What is there was not written here as it stands."""
 
 
@@ -28,7 +28,7 @@ class CheckedFile:
     field: str
 
     def read(self) -> list[Any]:
-        """The rows; none where there is no file, or none that this user may believe. Raises Damaged."""
+        """The rows; none where there is no file, or none that this user may believe. Raises DamagedFile."""
         try:
             check_owner(self.path.parent)
             data = self.path.read_bytes()
@@ -38,9 +38,9 @@ class CheckedFile:
             held = json.loads(data)
             rows, is_known = held[self.field], held["format"] == self.format
             if held["check"] != _check(rows) or not isinstance(rows, list):
-                raise Damaged("its checksum is another one")
+                raise DamagedFile("its checksum is another one")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise Damaged(str(error)) from None
+            raise DamagedFile(str(error)) from None
         return rows if is_known else []
 
     def write(self, rows: Sequence[Any]) -> None:

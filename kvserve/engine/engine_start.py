@@ -22,7 +22,7 @@ from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.forget_users import IsForgotten
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.borders import costs_the_disk_only
-from kvserve.engine.caches_seen import CachesSeen, Look, surroundings
+from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
@@ -95,13 +95,13 @@ class EngineStart:
         look.remember(model, support)
         return model, scheduler
 
-    def _look(self) -> Look:
+    def _look(self) -> CacheLook:
         """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
         disk, kv = self._settings.disk, self._settings.kv
         if disk is None or disk.is_ephemeral:
-            return Look(None, self._digest, self._folder, lambda: None)
+            return CacheLook(None, self._digest, self._folder, lambda: None)
         memory = CachesSeen(disk.folder, self._report, self._note)
-        return Look(memory, self._digest, self._folder, partial(surroundings, kv, self._settings.blas))
+        return CacheLook(memory, self._digest, self._folder, partial(surroundings, kv, self._settings.blas))
 
     def end(self) -> None:
         """Wire nothing any more, and let MLX hold as many freed buffers as before."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from kvserve.engine.checked_file import CheckedFile, Damaged
+from kvserve.engine.checked_file import CheckedFile, DamagedFile
 from kvserve.engine.model_files import MEMORY_FILE, OURS, FileStamp
 
 PIECE_BYTES = 64 * 2**20
@@ -152,7 +152,7 @@ class DigestMemory:
                 FileStamp(*(int(number) for number in row[:5])): _Entry(_digest_of(row[5]), float(row[6]))
                 for row in self._file.read()
             }
-        except (Damaged, ValueError, LookupError, TypeError, OverflowError):
+        except (DamagedFile, ValueError, LookupError, TypeError, OverflowError):
             return {}
 
     def _write(self, entries: Mapping[FileStamp, _Entry]) -> None:

@@ -35,7 +35,7 @@ _SEAM = re.compile(r"\s*\n\s*|(?<=[>\]])[ \t]*(?=[<\[])")
 
 def form_of(row: CallRow, name: str) -> CallForm:
     """The form of the row's calls, under this name."""
-    reading = _Reading.of(row)
+    reading = _PairReading.of(row)
     inner = dict.fromkeys(tag for text in reading.texts for tag in re.findall(TAG, text))
     follow_tags = tuple(chain[0] for chain in (reading.next_call, reading.close) if chain)
     return CallForm(
@@ -52,13 +52,13 @@ def form_of(row: CallRow, name: str) -> CallForm:
 
 def ends_of(row: CallRow) -> tuple[Chain, ...]:
     """The tags at which a forced value ends: with those before the next key, and with all that end a call."""
-    reading = _Reading.of(row)
+    reading = _PairReading.of(row)
     return reading.more.tags, *reading.lasts
 
 
 def marked_of(row: CallRow) -> MarkedArguments | None:
     """The reader of the row's arguments, where their strings stand between marks."""
-    return _Reading.of(row).marked
+    return _PairReading.of(row).marked
 
 
 def chain_of(text: str) -> Chain:
@@ -101,7 +101,7 @@ def _chain(text: str) -> Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _PairReading:
     """One row as its calls are read: behind the text `head` of the first call, `next_head` of the next ones.
 
     `end` are the tags that end a call. Behind it the chain `next_call` opens another one, and `close` closes them all;
@@ -119,7 +119,7 @@ class _Reading:
     close: Chain
 
     @classmethod
-    def of(cls, row: CallRow) -> "_Reading":
+    def of(cls, row: CallRow) -> "_PairReading":
         """The reading of a row of pairs."""
         assert row.pairs is not None, "only such rows are read here"
         opening, between, closing = map(_text, (row.opening, row.between or (), row.closing))
