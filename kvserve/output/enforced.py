@@ -77,7 +77,8 @@ def allowed(schema: Enforced, values: Iterable[object]) -> list[object] | None:
     matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema.text), log_level=0)
     if matcher.is_error():
         return None
-    return [each for each in values if _accepts(matcher.deep_copy(), json.dumps(each, ensure_ascii=False))]
+    texts = ((each, json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f")) for each in values)
+    return [each for each, text in texts if _accepts(matcher.deep_copy(), text)]
 
 
 def described(label: str, left_out: Iterable[str]) -> tuple[str, ...]:

@@ -408,12 +408,18 @@ def test_an_enumeration_may_be_long(name: str) -> None:
 
 @every_setup
 def test_an_odd_character_breaks_no_grammar_between_marks(name: str) -> None:
-    """A deleted one in an enumeration; one that no text holds in a key, which is noted; a mark in a key."""
+    """A deleted one in an enumeration; one that no text holds in a key, which is noted; a key that only a
+    newer Unicode knows; a mark in a key."""
     case = setup(name)
     tool = closed({"a": {"enum": ["\x7f", "b"]}, "\ud800": {"type": "string"}}, is_strict=False)
     promise = case.promise(REQUIRED, tools=(tool,))
     assert case.accepts(promise.grammar, said(name, ("choose", {"a": "\x7f"})))
     assert "properties.\ud800" in promise.notes[0]
+    assert not case.accepts(case.grammar(REQUIRED, tools=(ANY,)), said(name, ("any", {"\U0001ccf0": 1})))
+    long = closed({"a": {"enum": ["", "\x7f", "b"], "minLength": 1}})
+    grammar = case.grammar(REQUIRED, tools=(long,))
+    assert case.accepts(grammar, said(name, ("choose", {"a": "\x7f"})))
+    assert not case.accepts(grammar, said(name, ("choose", {"a": ""})))
     tool = closed({"a": {"type": "string"}, "it's": {"type": "string"}})
     grammar = case.grammar(REQUIRED, tools=(tool,))
     both = {"a": "x", "it's": "y"}
