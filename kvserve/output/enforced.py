@@ -72,6 +72,15 @@ def allows_any_text(schema: Enforced) -> bool:
     return all(_accepts(matcher.deep_copy(), probe) for probe in probes)
 
 
+def allowed(schema: Enforced, values: Iterable[object]) -> list[object] | None:
+    """Those of the values that obey the schema; None where it cannot be tried."""
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema.text), log_level=0)
+    if matcher.is_error():
+        return None
+    texts = ((each, json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f")) for each in values)
+    return [each for each, text in texts if _accepts(matcher.deep_copy(), text)]
+
+
 def described(label: str, left_out: Iterable[str]) -> tuple[str, ...]:
     """The note on what is not enforced of a schema, if anything."""
     places = list(dict.fromkeys(left_out))

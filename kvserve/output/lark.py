@@ -167,8 +167,8 @@ class Lark:
 
 
 def quote(text: str) -> str:
-    """A Lark literal."""
-    return json.dumps(text, ensure_ascii=False)
+    """A Lark literal, in which a deleted character is escaped as control characters are."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def escaped(text: str) -> str:

@@ -20,8 +20,8 @@ from kvserve.output.tool_parsers.row_paths import Blank, Offered, PathStep
 from kvserve.output.value_grammar import MemberForm, ValueGrammar
 
 _SPACES = r"[ \t\r\n]*"
-_NAME = r"[\p{L}\p{Nd}_.\-]+"
-"""What a reader takes for any name."""
+_NAME = r"[\p{L}\p{Nd}_.\-&&\p{Age=15.0}]+"
+"""What a reader takes for any name, with any Python: the oldest, 3.12, knows no newer Unicode."""
 
 _BARRED_NAME = r"[\p{L}\p{N}_.\-]+"
 """That and more, for texts must not hold one."""
@@ -76,10 +76,13 @@ class MarkedGrammar:
 
     def _arguments(self, tool: MarkedTool, ended: str) -> str:
         """The arguments of a tool, from behind what opens them, and the call's end."""
-        pairs, keys = self._pairs, closed_keys(tool.spec.parameters)
+        pairs, keys = self._pairs, frozenset(filter(_is_text, closed_keys(tool.spec.parameters)))
         assert pairs.spelling.marks is not None, "strings stand between marks"
         ends = self._reader.string_ends(keys, Offered(self.offered, alone=False))
-        text = self.lark.marked(pairs.spelling.marks, "|".join(_pattern(steps, names) for steps, names in ends))
+        pattern = "|".join(_pattern(steps, names) for steps, names in ends)
+        # a lexeme of a text ends at each mark: an end that holds one itself would be seen by none
+        holds_mark = any(pairs.spelling.marks[1][0] in key for key in keys)
+        text = self.lark.marked(pairs.spelling.marks, ".*" if holds_mark else pattern)
         counting = keys if self._reader.names_count else frozenset[str]()
 
         def writes(key: str) -> bool:
@@ -149,6 +152,11 @@ def _pattern(steps: Sequence[PathStep], names: frozenset[str]) -> str:
         (_SPACES if step.spaced else "") + (blank if isinstance(step, Blank) else escaped(step.text)) for step in steps
     )
     return "".join(texts)
+
+
+def _is_text(key: str) -> bool:
+    """Whether a text can hold the key: no half of a character can be written."""
+    return not any("\ud800" <= char <= "\udfff" for char in key)
 
 
 def _text(parts: CallParts) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvserve.core import Spelling
-from kvserve.output.enforced import Enforced, allows_any_text, enforced
+from kvserve.output.enforced import Enforced, allowed, allows_any_text, enforced
 from kvserve.output.lark import Lark, escaped, quote
 from kvserve.output.tool_parsers.arguments import (
     JSON_TYPES,
@@ -51,6 +51,7 @@ _RESTRICTING = (
     *(*_UNSAID_OF_LISTS, *_UNSAID_OF_OBJECTS),
 )
 _NUMBERS = frozenset(("number", "integer"))
+_MANY = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,9 @@ class ValueGrammar:
         types &= types_of(schema, self.root.schema)
         choices = choices_of(schema)
         if choices is not None:
-            said = [each for each in choices if type_names(each) & types]
-            told = (each for each in said if self._is_told(each, place, is_inner=not text))
-            return [self._literal(each, is_inner=not text) for each in told]
+            said = [each for each in self._allowed(schema, place, choices) if type_names(each) & types]
+            told = [each for each in said if self._is_told(each, place, is_inner=not text)]
+            return self._literals(told, is_inner=not text)
         return self._combined(schema, place, types, text)
 
     def members(self, schema: Mapping[str, object], place: str, form: MemberForm, close: str, *, text: str = "") -> str:
@@ -149,6 +150,17 @@ class ValueGrammar:
         barred = f"{escaped(before)}({barred}){escaped(lead)}" if barred else ""
         return self.lark.terminal(f"{escaped(before)}({form.any_key}){escaped(lead)}", barred=barred)
 
+    def _allowed(self, schema: Mapping[str, object], place: str, choices: Sequence[object]) -> Sequence[object]:
+        """Those of a schema's enumerated values that obey what else it says."""
+        beside = [key for key in (*_RESTRICTING, *(("const",) if "enum" in schema else ())) if key in schema]
+        if not beside:
+            return choices
+        shared = _only(self.root.schema, ("$defs", "definitions"))
+        said = allowed(Enforced({**shared, **schema}, is_strict=False), choices)
+        if said is None:
+            self._lose_each(schema, f"{place}.", beside)
+        return choices if said is None else said
+
     # --- schemas of schemas -------------------------------------------------------------------------------------------
 
     def _combined(self, schema: Mapping[str, object], place: str, types: frozenset[str], text: str) -> list[str]:
@@ -172,7 +184,10 @@ class ValueGrammar:
         asked = (reference, types, text)
         if asked not in self._known:
             rule = self._known[asked] = self.lark.reserved()
-            ways = self.ways(resolve(reference, self.root.schema), place, types, text=text)
+            found = resolve(reference, self.root.schema)
+            if not isinstance(found, bool | Mapping):
+                self._lose(f"{place}.$ref")
+            ways = self.ways(found, place, types, text=text)
             self.lark.fill(rule, " | ".join(ways) or rule)
             if not ways:
                 self._known[asked] = ""
@@ -247,7 +262,10 @@ class ValueGrammar:
         if high is not None and low > high:
             return []
         others = schema.get("items", True)
-        item = _any(self.ways(others if isinstance(others, bool | Mapping) else True, f"{place}.items"))
+        if not isinstance(others, bool | Mapping):
+            self._lose(f"{place}.items")
+            others = True
+        item = _any(self.ways(others, f"{place}.items"))
         said = _list_of(schema.get("prefixItems"))
         firsts = [_any(self.ways(each, f"{place}.prefixItems.{index}")) for index, each in enumerate(said)]
         if "" in firsts:
@@ -288,6 +306,19 @@ class ValueGrammar:
         return MemberForm(
             lambda key: key if is_bare_key(key, self.spelling) else None, f"({part}( {part})*)?", ",", ":"
         )
+
+    def _literals(self, values: Sequence[object], *, is_inner: bool) -> list[str]:
+        """Alternatives for values as they are written; many texts are one lexeme, as a parser follows few thousand."""
+        texts = [each for each in values if isinstance(each, str) and each]
+        if len(texts) <= _MANY:
+            return [self._literal(each, is_inner=is_inner) for each in values]
+        others = [self._literal(each, is_inner=is_inner) for each in values if not (isinstance(each, str) and each)]
+        if is_inner and not self.spelling.is_own:
+            return [self.lark.terminal("|".join(escaped(repr(text)) for text in texts)), *others]
+        opening, closing = self._marks
+        is_token = self.lark.has_tokens(closing)
+        body = self.lark.terminal("|".join(escaped(text if is_token else text + closing) for text in texts))
+        return [f"{self.lark.tag(opening)} {body} {self.lark.tag(closing) if is_token else ''}", *others]
 
     def _literal(self, value: object, *, is_inner: bool) -> str:
         """A value as it is written, in the lexemes of the rules for any."""

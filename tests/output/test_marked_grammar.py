@@ -358,6 +358,77 @@ def test_what_no_marked_call_can_say_is_noted_or_refused(name: str) -> None:
     assert case.accepts(promise.grammar, said(name, ("choose", {"a": "b"})))
 
 
+ELSEWHERE: Mapping[str, JsonObject] = {
+    "through a list": {"$ref": "#/properties/d/anyOf/0"},
+    "with escapes": {"$ref": "#/$defs/an%20integer"},
+    "a tuple": {"type": "array", "items": [{"type": "integer"}]},
+    "a name": {"$ref": "#named"},
+    "beside a minimum": {"enum": [1, 5], "minimum": 3},
+    "beside a constant": {"enum": ["x", 5], "const": 5},
+}
+"""Properties of which 5, or a list of it, is right and "x" and 1 are not."""
+
+
+@one_setup
+def test_what_a_marked_value_must_be_is_never_forgotten(name: str) -> None:
+    """A reference that we do not find, a list's items as they were said once, what stands beside an enumeration: held,
+    or noted, and refused of a strict tool."""
+    case, found = setup(name), dict[str, str]()
+    for reason, schema in ELSEWHERE.items():
+        tool = closed({"a": schema, "d": {"anyOf": [{"type": "integer"}]}}, "a", is_strict=False)
+        defs: JsonObject = {"an integer": {"type": "integer"}, "other": {"$anchor": "named", "type": "integer"}}
+        draft: JsonObject = {"$schema": "http://json-schema.org/draft-07/schema#"} if reason == "a tuple" else {}
+        tool = replace(tool, parameters={**tool.parameters, **draft, "$defs": defs})
+        promise = case.promise(REQUIRED, tools=(tool,))
+        right: object = [5] if reason == "a tuple" else 5
+        assert case.accepts(promise.grammar, said(name, ("choose", {"a": right}))), reason
+        if promise.notes:
+            found[reason] = promise.notes[0].removeprefix("not enforced of tool choose: ")
+            with pytest.raises(BadRequest, match="cannot be enforced"):
+                case.grammar(REQUIRED, tools=(replace(tool, strict=True),))
+        else:
+            wrong: tuple[object, ...] = ("x", 1) if "enum" in schema else ("x",)
+            for value in wrong:
+                assert not case.accepts(promise.grammar, said(name, ("choose", {"a": value}))), (reason, value)
+    assert found == {"a tuple": "properties.a.items", "a name": "properties.a.$ref"}
+
+
+@every_setup
+def test_an_enumeration_may_be_long(name: str) -> None:
+    """Longer than the alternatives that a parser follows at once; inside of a list too, and with the empty text."""
+    case = setup(name)
+    tool = closed({"a": {"enum": ["", *(f"v {number}" for number in range(2500))]}})
+    lists = closed({"a": {"type": "array", "items": tool.parameters["properties"]["a"]}})  # type: ignore[index]
+    for each, is_list in ((tool, False), (lists, True)):
+        grammar = case.grammar(REQUIRED, tools=(each,))
+        for value, is_right in (("", True), ("v 7", True), ("v 777", True), ("v 2500", False)):
+            text = said(name, ("choose", {"a": [value, value] if is_list else value}))
+            assert case.accepts(grammar, text) is is_right, text
+
+
+@every_setup
+def test_an_odd_character_breaks_no_grammar_between_marks(name: str) -> None:
+    """A deleted one in an enumeration; one that no text holds in a key, which is noted; a key that only a
+    newer Unicode knows; a mark in a key."""
+    case = setup(name)
+    tool = closed({"a": {"enum": ["\x7f", "b"]}, "\ud800": {"type": "string"}}, is_strict=False)
+    promise = case.promise(REQUIRED, tools=(tool,))
+    assert case.accepts(promise.grammar, said(name, ("choose", {"a": "\x7f"})))
+    assert "properties.\ud800" in promise.notes[0]
+    assert not case.accepts(case.grammar(REQUIRED, tools=(ANY,)), said(name, ("any", {"\U0001ccf0": 1})))
+    long = closed({"a": {"enum": ["", "\x7f", "b"], "minLength": 1}})
+    grammar = case.grammar(REQUIRED, tools=(long,))
+    assert case.accepts(grammar, said(name, ("choose", {"a": "\x7f"})))
+    assert not case.accepts(grammar, said(name, ("choose", {"a": ""})))
+    tool = closed({"a": {"type": "string"}, "it's": {"type": "string"}})
+    grammar = case.grammar(REQUIRED, tools=(tool,))
+    both = {"a": "x", "it's": "y"}
+    assert case.accepts(grammar, said(name, ("choose", both)))
+    text = said(name, ("choose", {"a": "x', it's=y"}))
+    if case.accepts(grammar, text):
+        assert calls_in(name, text, (tool,)) == [("choose", {"a": "x', it's=y"})]
+
+
 @one_setup
 @pytest.mark.parametrize("keyword", BROKEN)
 def test_a_schema_with_marked_strings_is_enforced_as_far_as_it_can_be(name: str, keyword: str) -> None:

@@ -10,6 +10,7 @@ A value that can only be a string goes to the call's draft as it arrives, any ot
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.chains import ChainEnd, NextKey, UnfinishedKey, text_before
@@ -236,11 +237,16 @@ def _types(schema: object, root: object, known: dict[str, frozenset[str]], depth
 
 def resolve(reference: str, root: object) -> object:
     """The schema that a reference names inside `root`; None if there is none."""
-    target = root if reference.startswith("#") else None
-    for step in reference[1:].split("/")[1:]:
-        if not isinstance(target, Mapping):
-            return None
-        target = target.get(step.replace("~1", "/").replace("~0", "~"))
+    start, *steps = reference.split("/")
+    target = root if start == "#" else None
+    for step in map(unquote, steps):
+        match target:
+            case Mapping():
+                target = target.get(step.replace("~1", "/").replace("~0", "~"))
+            case list() if step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            case _:
+                return None
     return target
 
 
