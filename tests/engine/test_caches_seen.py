@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 from kvserve.engine import caches_seen, engine_start, model_digest
 from kvserve.engine import model as model_module
 from kvserve.engine.caches_seen import (
+    CacheLook,
     CachesSeen,
-    Look,
     LookKey,
     note_code,
     surroundings,
@@ -160,7 +160,7 @@ class Starts:
         def found() -> LookKey | None:
             return {**key, "KV_BITS or what goes with it": repr(kv)} if (key := around()) is not None else None
 
-        look = Look(CachesSeen(self._kv, pytest.fail, self.lines.append), digest, self.folder, found)
+        look = CacheLook(CachesSeen(self._kv, pytest.fail, self.lines.append), digest, self.folder, found)
 
         def looking(build: str, probe: Callable[[], Probed]) -> Probed:
             meanwhile()
