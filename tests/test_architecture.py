@@ -3,7 +3,8 @@ nothing of the package."""
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvserve"
+MAX_LINES = 400
 JOINERS = (
     "kvserve/identity/",
     "kvserve/requests/",
@@ -282,6 +284,24 @@ def test_errors_of_any_kind_end_at_few_borders_each_with_its_reason() -> None:
 def test_a_border_is_told_from_other_handlers(source: str, expected: list[bool]) -> None:
     """Each form of catching whatever comes is found, with and without its reason."""
     assert [has_reason for _, has_reason in borders(source)] == expected
+
+
+def _crowded(files: Mapping[str, str]) -> list[str]:
+    """Files that are too long to read at one sitting, and names of classes and files that stand for two things."""
+    long = [name for name, text in files.items() if len(text.splitlines()) > MAX_LINES]
+    classes = [
+        node.name for text in files.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    ]
+    stems = [Path(name).name for name in files if Path(name).name not in ("__init__.py", "__main__.py")]
+    return sorted({*long, *(name for names in (classes, stems) for name, count in Counter(names).items() if count > 1)})
+
+
+def test_files_stay_short_and_each_name_means_one_thing() -> None:
+    """Negative controls: a line too many, a class and a file whose names are taken."""
+    files = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
+    assert not _crowded(files)
+    odd = {"a/x.py": "\n" * (MAX_LINES + 1), "a/y.py": "class A: pass", "b/y.py": "class A: pass"}
+    assert _crowded(odd) == ["A", "a/x.py", "y.py"]
 
 
 def test_scripts_speak_http_only() -> None:

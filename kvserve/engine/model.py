@@ -25,7 +25,7 @@ from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
-from kvserve.settings.model_config import read_config
+from kvserve.settings.model_config import expert_counts, own_context_limit, read_config, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +232,10 @@ class ExpectedSizes:
 def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
     """Sizes of a model that is not loaded. Raises ModelLoadError for a config that cannot be read."""
     config = read_config(folder)
-    vocab_size = _text_config(config).get("vocab_size")
+    vocab_size = text_config(config).get("vocab_size")
     return ExpectedSizes(
         vocab_size=vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else 0,
-        context_limit=min(max_kv_size, _own_context_limit(config) or max_kv_size),
+        context_limit=min(max_kv_size, own_context_limit(config) or max_kv_size),
     )
 
 
@@ -262,7 +262,7 @@ def load(
         raise _explained(folder, config, error) from error
     module, config = loaded.decoder, loaded.config
     probed = looking(_build_of(loaded), lambda: _probed(folder, config, module, kv))
-    context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
+    context_limit = min(max_kv_size, own_context_limit(config) or max_kv_size)
     return LoadedModel(
         module=module,
         config=config,
@@ -389,21 +389,9 @@ def _bytes_per_token(cache: Any) -> float:
     return sum(array.nbytes / array.shape[-2] for array in arrays_in(cache.state) if array.ndim > 2 and array.size)
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
-
-
-def _own_context_limit(config: Mapping[str, Any]) -> int | None:
-    limit = _text_config(config).get("max_position_embeddings")
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
 def _active_weight_bytes(module: Module, config: Mapping[str, Any]) -> int:
     """Weights that one token passes through; expert weights (num_experts, ...) count by the share that is chosen."""
-    text = _text_config(config)
-    num_experts = next((text[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if text.get(k)), None)
-    per_token = next((text[k] for k in ("num_experts_per_tok", "num_experts_per_token") if text.get(k)), None)
+    num_experts, per_token = expert_counts(config)
     share = per_token / num_experts if num_experts and per_token else 1.0
     num_bytes = 0.0
     for array in arrays_in(module.parameters()):  # type: ignore[no-untyped-call]

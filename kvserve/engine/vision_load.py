@@ -21,6 +21,7 @@ from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDec
 from kvserve.engine.vision_reader import ImageReader
 from kvserve.engine.vision_tower import Tower, embedding_scale
 from kvserve.errors import ModelLoadError
+from kvserve.settings.model_config import text_config
 
 type ImageRule = Literal["anywhere", "whole", "alone"]
 """Where a prefill may pause: anywhere, not inside an image, or nowhere: such rows are computed by themselves, anew."""
@@ -159,8 +160,7 @@ def _hook(decoder: Any, rotary: Any, current: CurrentPass, config: Mapping[str, 
                     raise ModelLoadError("mlx-lm's decoder and mlx-vlm's turn positions into other angles")
     for index in range(num_deep_layers):
         inner.layers[index] = DeepLayer(inner.layers[index], index, current)
-    text = config.get("text_config")
-    if isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision":
+    if text_config(config).get("use_bidirectional_attention") == "vision":
         if not hasattr(inner, "_make_masks"):
             raise ModelLoadError("Its images see themselves in both directions, which mlx-lm's decoder cannot do.")
         inner._make_masks = masks_with_images(inner, current)
