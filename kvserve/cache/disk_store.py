@@ -4,7 +4,6 @@ It knows names and bytes, not what is in them.
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of, read_head
 from kvserve.cache.disk_catalog import Catalog
+from kvserve.core.file_lock import try_lock
 
 FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\.safetensors")
 """The names of our files below the root. Nothing else is ever touched: the root may hold model weights too."""
@@ -51,9 +51,6 @@ class ForeignFolder(OSError):
 
 class FolderHeld(OSError):
     """Another server has held the lock for longer than it needs: it was stopped meanwhile, or hangs."""
-
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ class FolderStore:
     def _take(self, descriptor: int) -> None:
         now = time.monotonic()
         until = now + (LOCK_SECONDS if now >= self._patient_from else 0.0)
-        while _try_lock(descriptor, fcntl.LOCK_EX) is False:
+        while try_lock(descriptor, fcntl.LOCK_EX) is False:
             if (now := time.monotonic()) >= until:
                 self._patient_from = now + HELD_SECONDS
                 raise FolderHeld(f"{self._root} is held by another server")
@@ -145,7 +142,7 @@ class FolderStore:
         try:
             # A network share allows a shared lock only on a file that is open for reading.
             with _opened(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
-                _try_lock(descriptor, fcntl.LOCK_SH)  # until it has its name: see `sweep`
+                try_lock(descriptor, fcntl.LOCK_SH)  # until it has its name: see `sweep`
                 for part in parts:
                     write_all(descriptor, part)
                 os.fsync(descriptor)
@@ -228,7 +225,7 @@ class FolderStore:
     def has_locks(self) -> bool:
         """Whether two servers may share this folder. Raises OSError."""
         with _opened(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT) as descriptor:
-            return _try_lock(descriptor, fcntl.LOCK_SH) is not None
+            return try_lock(descriptor, fcntl.LOCK_SH) is not None
 
     def close(self) -> None:
         """Do nothing: no file is open between calls."""
@@ -257,23 +254,10 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int, operation: int) -> bool | None:
-    """Whether the lock was taken; None on a volume without locks. Raises another OSError."""
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
-    return True
-
-
 def _is_held(path: Path) -> bool:
     """Whether another process writes a file. Raises OSError."""
     with _opened(path, os.O_RDWR) as descriptor:  # and an exclusive lock only on one that is open for writing
-        return _try_lock(descriptor, fcntl.LOCK_EX) is False
+        return try_lock(descriptor, fcntl.LOCK_EX) is False
 
 
 def read_pieces(descriptor: int, offset: int, num_bytes: int, arrived: Arrived) -> bytearray:

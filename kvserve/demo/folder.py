@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvserve.core.file_lock import try_lock
 from kvserve.errors import ModelLoadError
 
 MARKER_NAME = "kvserve-demo.json"
@@ -73,7 +74,7 @@ def _held_folder(path: Path) -> tuple[Path, int]:
         descriptor = _opened(building)
         if descriptor is None:
             continue
-        if _try_lock(descriptor) is not False and _is_there(building, descriptor):
+        if try_lock(descriptor, fcntl.LOCK_EX) is not False and _is_there(building, descriptor):
             return building, descriptor
         os.close(descriptor)
 
@@ -83,7 +84,7 @@ def _remove_abandoned(building: Path) -> None:
     if (descriptor := _opened(building)) is None:
         return
     try:
-        is_free = _try_lock(descriptor)
+        is_free = try_lock(descriptor, fcntl.LOCK_EX)
         is_old = time.time() - os.fstat(descriptor).st_mtime > ABANDONED_AFTER_SECONDS
         if is_free or (is_free is None and is_old):
             shutil.rmtree(building, ignore_errors=True)
@@ -97,17 +98,6 @@ def _opened(building: Path) -> int | None:
         return os.open(building, os.O_RDONLY)
     except (FileNotFoundError, PermissionError):
         return None
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock was taken; None on a volume without locks on folders."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _is_there(building: Path, descriptor: int) -> bool:

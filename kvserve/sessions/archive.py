@@ -22,6 +22,7 @@ from kvserve.sessions.archive_file import (
     Changes,
     Damaged,
     Opened,
+    begin_anew,
     is_damage,
     open_file,
     remove_file,
@@ -247,12 +248,11 @@ class Archive:
 
     # --- when something is wrong --------------------------------------------------------------------------------------
 
-    def _open(self) -> Opened | None:
+    def _open(self, opener: Callable[[Path], Opened] = open_file) -> Opened | None:
         try:
-            opened = open_file(self._path)
+            opened = opener(self._path)
         except (OSError, sqlite3.Error) as error:
-            is_taken = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-            self._give_up("another server has it open" if is_taken else str(error))
+            self._give_up(str(error))
             return None
         if opened.fault is not None:
             self._count_fault(f"Records of conversations begin anew: {self._path}: {opened.fault}")
@@ -277,11 +277,7 @@ class Archive:
         if file is not None:
             file.close()
         if self._num_renewals <= MAX_RENEWALS:
-            try:
-                remove_file(self._path)
-                opened = self._open()
-            except OSError as error:
-                self._give_up(str(error))
+            opened = self._open(begin_anew)
         else:
             self._give_up("file after file was damaged")
         with self._changed:

@@ -7,13 +7,16 @@ A file that does not add up is not used: a history with a hole in it could be ta
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvserve.core.file_lock import try_lock
 from kvserve.sessions.journal import Kind, Rows
 
 FORMAT = 2
@@ -21,7 +24,9 @@ FORMAT = 2
 
 FILE_NAME = "records.sqlite"
 LOCK_WAIT_SECONDS = 3.0
-"""How long a server that is just ending may hold the file."""
+"""How long a server that is just ending may hold the file, and one that is just starting the folder."""
+
+POLL_SECONDS = 0.01
 
 ROW_BYTES = 64
 """What a row takes beside its key and body, roughly."""
@@ -64,6 +69,10 @@ CREATE TABLE contents (format INTEGER NOT NULL, num_rows INTEGER NOT NULL, diges
 
 type Changes = Iterable[tuple[tuple[Kind, bytes], bytes | None]]
 """New bodies with their (kind, key); None: the row is deleted."""
+
+
+class FileHeld(OSError):
+    """Another server has the file open."""
 
 
 class Damaged(Exception):
@@ -165,21 +174,33 @@ class Opened:
 def open_file(path: Path) -> Opened:
     """The file with its rows, or a new one where there is none or a damaged one.
 
-    Its folder is made for this user alone. Raises OSError or sqlite3.Error where the file cannot be opened or created:
-    another user's folder, a file that another server holds, a volume that is full or read-only.
+    Its folder is made for this user alone. Raises FileHeld where another server has the file, OSError or sqlite3.Error
+    where it cannot be opened or created: another user's folder, a volume that is full or read-only.
     """
     _own_folder(path.parent)
-    if not path.exists() or not path.stat().st_size:
+    with _alone(path.parent):
+        if not path.exists() or not path.stat().st_size:
+            return Opened(_create(path), {})
+        try:
+            return _read(path)
+        except sqlite3.Error as error:
+            if _code(error) in _ELSEWHERE:
+                raise
+            fault = str(error)
+        except (Damaged, UnicodeError, MemoryError) as error:  # a broken name or length
+            fault = str(error)
+        return Opened(_create(path), {}, fault)
+
+
+def begin_anew(path: Path) -> Opened:
+    """A new file in place of this server's own, which is closed. Raises the errors of `open_file`: where that one was
+    removed, another server's may stand there."""
+    _own_folder(path.parent)
+    with _alone(path.parent):
+        if path.exists():
+            with contextlib.suppress(sqlite3.Error):
+                _connect(path).close()
         return Opened(_create(path), {})
-    try:
-        return _read(path)
-    except sqlite3.Error as error:
-        if _code(error) in _ELSEWHERE:
-            raise
-        fault = str(error)
-    except (Damaged, UnicodeError, MemoryError) as error:  # a broken name or length
-        fault = str(error)
-    return Opened(_create(path), {}, fault)
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -206,6 +227,22 @@ def _own_folder(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, if its volume has any, while a file is opened: of two servers that start together neither
+    removes what the other one has just begun. Raises FileHeld."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        until = time.monotonic() + LOCK_WAIT_SECONDS
+        while try_lock(descriptor, fcntl.LOCK_EX) is False:
+            if time.monotonic() >= until:
+                raise FileHeld("another server has it open")
+            time.sleep(POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=LOCK_WAIT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
@@ -213,8 +250,10 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.execute(f"PRAGMA {pragma}").fetchall()
         connection.execute("BEGIN IMMEDIATE")  # takes the lock, which stays
         connection.execute("COMMIT")
-    except BaseException:
+    except BaseException as error:
         connection.close()
+        if isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_BUSY:
+            raise FileHeld("another server has it open") from error
         raise
     return connection
 

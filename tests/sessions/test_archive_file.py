@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvserve.sessions import archive_file
-from kvserve.sessions.archive_file import FORMAT, is_damage, open_file
+from kvserve.sessions.archive_file import FORMAT, FileHeld, begin_anew, is_damage, open_file
 from kvserve.sessions.journal import Kind, Rows
 from tests.laws import num_examples
 
@@ -97,11 +97,53 @@ def test_a_second_server_does_not_get_the_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(archive_file, "LOCK_WAIT_SECONDS", 0.05)
     first = open_file(tmp_path / NAME)
     first.file.write({("node", b"1"): b"one"}.items())
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
+    with pytest.raises(FileHeld):
         open_file(tmp_path / NAME)
     first.file.write({("node", b"2"): b"two"}.items())
     first.file.close()
     assert len(content(tmp_path / NAME)) == 2
+
+
+def test_of_two_servers_that_start_together_the_first_gets_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes when the first has made an empty file, and removes nothing."""
+    monkeypatch.setattr(archive_file, "LOCK_WAIT_SECONDS", 0.05)
+    connect, held = archive_file._connect, list[bool]()
+
+    def with_another(path: Path) -> sqlite3.Connection:
+        if not held:
+            held.append(False)
+            with pytest.raises(FileHeld):
+                open_file(path)
+            held[0] = True
+        return connect(path)
+
+    monkeypatch.setattr(archive_file, "_connect", with_another)
+    first = open_file(tmp_path / NAME)
+    assert held == [True]
+    first.file.write({("node", b"1"): b"one"}.items())
+    assert first.file.is_in_place
+    first.file.close()
+    assert len(content(tmp_path / NAME)) == 1
+
+
+def test_a_server_whose_file_was_removed_leaves_the_file_of_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person clears the folder, another server starts, and then the first one finds its own file gone."""
+    monkeypatch.setattr(archive_file, "LOCK_WAIT_SECONDS", 0.05)
+    first = open_file(tmp_path / NAME)
+    archive_file.remove_file(tmp_path / NAME)
+    second = open_file(tmp_path / NAME)
+    first.file.close()
+    with pytest.raises(FileHeld):
+        begin_anew(tmp_path / NAME)
+    assert second.file.is_in_place
+    second.file.close()
+    again = begin_anew(tmp_path / NAME)
+    assert again.file.is_in_place and not again.rows
+    again.file.close()
 
 
 def test_a_transaction_is_whole_or_not_there(tmp_path: Path) -> None:

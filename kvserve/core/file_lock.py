@@ -1,0 +1,21 @@
+"""A lock of an open file or folder, which ends with the process that has it."""
+
+import errno
+import fcntl
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+"""What a volume without locks says. EBADF: a network share has no exclusive lock on what is open for reading only."""
+
+
+def try_lock(descriptor: int, operation: int) -> bool | None:
+    """Whether the lock (`fcntl.LOCK_SH` or `fcntl.LOCK_EX`) was taken; None on a volume without locks. Raises another
+    OSError."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
