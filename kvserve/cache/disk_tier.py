@@ -247,10 +247,13 @@ class DiskTier:
         return done[0] if is_over and done else Removal(0, is_done=False)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Write what waits, then end the thread. False after the timeout: what was not written is lost."""
+        """Write what waits, then end the thread. False after the timeout: what was not written is lost. Written later
+        it would come back to whoever is forgotten meanwhile, and its bytes are in the accounts of no engine."""
         is_flushed = self.flush(timeout_seconds)
         with self._wake:
             self._is_closing = True
+            if not is_flushed:
+                self._writes.clear()
             self._wake.notify_all()
         self._thread.join(5.0 if is_flushed else 0.1)
         return is_flushed

@@ -83,7 +83,7 @@ def test_a_history_is_whole_up_to_the_last_finished_turn(tmp_path: Path) -> None
         say(server.port, "First.")
         second = say(server.port, "Second.")
         before = call(server.port, "GET", "/v1/agents/durable")
-        wait_until(lambda: _is_on_disk(server.port), 20, lambda: "nothing came to the disk")
+        wait_until(lambda: _is_on_disk(server.port), 60, lambda: "nothing came to the disk")
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         third = {"messages": [{"role": "user", "content": "Third."}], **GREEDY, "max_tokens": 100_000, "stream": True}
         connection.request("POST", "/v1/agents/durable/generate", json.dumps(third))

@@ -89,7 +89,7 @@ def test_a_stop_while_the_model_loads_ends_the_start(tmp_path: Path, monkeypatch
         port = app.port
     assert not any("serves" in line for line in app.lines())
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=2)
+        socket.create_connection(("127.0.0.1", port), timeout=60)
     assert eventually(lambda: set(threading.enumerate()) <= threads)
 
 
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(tmp_path: Path, 
         port = app.port
     assert str(folder) in str(failed.value) and "\n" not in str(failed.value)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=2)
+        socket.create_connection(("127.0.0.1", port), timeout=60)
     assert eventually(lambda: set(threading.enumerate()) <= threads)
 
 
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_an_error_of_the_start(tmp_path: Path) -> None:
         port = holder.getsockname()[1]
         with unstarted_app(tmp_path, mlx_port=port) as app, pytest.raises(PortTaken, match=str(port)):
             app.app.start(threading.Event())
-        socket.create_connection(("127.0.0.1", port), timeout=2).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
 def test_stopping_ends_streams_well_formed(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_neighbour_that_stands_still_with_the_lock_keeps_nobody(
         disk.say(LONG)
         with held(tmp_path):
             disk.say(LONGER, flush=False)
-            assert disk.tier.flush(10.0), "the disk's thread hangs"
+            assert disk.tier.flush(60), "the disk's thread hangs"
             assert disk.recall(LONGER)[0] == LONG
             assert set(disk.faults) == {"unwritable"} and "held by another server" in disk.lines[0]
             with Disk(tmp_path) as third:

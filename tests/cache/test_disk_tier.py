@@ -667,3 +667,28 @@ def test_a_scratch_file_keeps_its_cap(tmp_path: Path) -> None:
             disk.say([number, *LONG[1:]])
             assert disk.store._end <= cap  # type: ignore[attr-defined]
         assert disk.recall([11, *LONG[1:]])[0] == [11, *LONG[1:]]
+
+
+def test_what_could_not_be_written_in_time_is_not_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread ends with the write it is at: another model is loaded by then, and what its users ask to be forgotten
+    may wait in the queue of this one."""
+    is_writing, may_write, real = threading.Event(), threading.Event(), FolderStore.write
+
+    def write(self: FolderStore, name: BlobName, parts: object) -> int:
+        is_writing.set()
+        assert may_write.wait(WAIT_SECONDS)
+        return real(self, name, parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FolderStore, "write", write)
+    with Disk(tmp_path) as disk:
+        disk.say(LONG, flush=False)
+        wait_until(is_writing.is_set)
+        disk.say([1, 2, 3], flush=False)
+        assert not disk.tier.close(0.0)
+        assert disk.tier.stats().num_queued_bytes == len(LONG) * 4
+        may_write.set()
+        wait_until(lambda: not disk.tier._thread.is_alive())
+    with Disk(tmp_path) as disk:
+        assert disk.recall(LONG)[0] == LONG and disk.recall([1, 2, 3])[0] == []

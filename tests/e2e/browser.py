@@ -58,7 +58,7 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def eventually(self, expression: str, seconds: float = 30) -> bool:
+    def eventually(self, expression: str, seconds: float = SECONDS) -> bool:
         """Whether the expression becomes true; one that cannot be asked yet is not."""
         end = time.monotonic() + seconds
         while not self.value(f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"):

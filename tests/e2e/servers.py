@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SCRIPT = ROOT / "start_llm.py"
 START_SECONDS = 180.0
 PROXY_START_SECONDS = 100.0
-STOP_SECONDS = 15.0
+STOP_SECONDS = 60.0
+"""Far more than the few seconds that an end takes: the machine may be busy."""
+
 _POLL_SECONDS = 0.01
 _SETTING_KEYS = frozenset(map(setting_key, Settings.model_fields))
 
@@ -101,7 +103,7 @@ class ServerProcess:
 
     def health(self) -> tuple[int, dict[str, Any]] | None:
         """Status and body of /health; None while nobody listens."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request("GET", "/health")
             response = connection.getresponse()

@@ -174,7 +174,7 @@ def test_quantised_kv_comes_back(tmp_path: Path) -> None:
             engine.wait_until_ready(60)
             results += generate(engine, turn(BASE))
         finally:
-            engine.stop(20)
+            engine.stop(60)
     assert_exact(results[1], results[0].tokens)
     assert [cached(result) for result in results] == [0, len(BASE) - 1, 0], "KV of other settings is not used"
 

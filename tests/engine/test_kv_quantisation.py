@@ -104,7 +104,7 @@ def engine_of(case: Case, *, scale: ModelScale = WIDE, **settings: Any) -> Itera
         engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
         assert engine.cache_report().stats.num_leases == 0
     finally:
-        engine.stop(20)
+        engine.stop(60)
 
 
 def _fail_on_report(line: str) -> None:
@@ -553,7 +553,7 @@ def test_the_start_error_reaches_whoever_waits_for_the_model() -> None:
     engine.start()
     with pytest.raises(ModelLoadError, match=r"^KV_BITS=4 .*attention sinks"):
         engine.wait_until_ready(60)
-    engine.stop()
+    engine.stop(60)
 
 
 def test_a_group_that_does_not_divide_the_width_is_an_error_of_the_start() -> None:

@@ -85,13 +85,13 @@ def test_real_architectures_that_cannot_be_batched(tmp_path: Path, config: dict[
     engine = Engine(folder, engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     try:
-        engine.wait_until_ready(20)
+        engine.wait_until_ready(60)
         cold = generate(engine, *(request(prompt, NUM_TOKENS) for prompt in PROMPTS))
         longer = [[*prompt, *text, *prompt_of(30, 7)] for prompt, text in zip(PROMPTS, expected, strict=True)]
         warm = generate(engine, *(request(prompt, NUM_TOKENS) for prompt in longer))
         support = engine.status.cache_support
     finally:
-        engine.stop(20)
+        engine.stop(60)
     assert [result.tokens for result in cold] == expected
     assert [result.tokens for result in warm] == [reference(folder, prompt) for prompt in longer]
     assert [cached(result) for result in warm] == [len(prompt) + NUM_TOKENS for prompt in PROMPTS]

@@ -25,7 +25,7 @@ def test_what_was_given_before_the_end_is_delivered() -> None:
     gate, made = threading.Event(), []
     dispatcher = TokenDispatcher()
     dispatcher.start()
-    dispatcher.dispatch(lambda: gate.wait(10) and None, may_wait=False)
+    dispatcher.dispatch(lambda: gate.wait(60) and None, may_wait=False)
     dispatcher.dispatch(lambda: made.append("last"), may_wait=True)
     threading.Timer(0.05, gate.set).start()
     dispatcher.stop()
@@ -47,7 +47,7 @@ def test_what_may_wait_goes_when_the_next_is_sent() -> None:
             arrived.set()
 
         dispatcher.dispatch(arrive, may_wait=may_wait)
-        assert arrived.wait(0.1 if may_wait else 10) != may_wait
+        assert arrived.wait(0.1 if may_wait else 60) != may_wait
 
     carried(1, may_wait=True)
     carried(2, may_wait=True)

@@ -50,7 +50,7 @@ def test_a_checkpoint_without_its_tower_answers_text(tmp_path: Path) -> None:
         assert any("sees no images" in note for note in model.cache_support.notes)
         assert generate(engine, wanted)[0].tokens == expected.tokens
     finally:
-        engine.stop(20)
+        engine.stop(60)
 
 
 def test_a_family_that_fails_the_trial_is_served_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ class Client:
     def send(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, {"content-type": "application/json", **(headers or {})})
             response = connection.getresponse()
@@ -241,7 +241,7 @@ class Client:
     def open(self, body: object, path: str = "/v1/chat/completions") -> socket.socket:
         """Sends a request and leaves the answer unread."""
         raw = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
         return connection

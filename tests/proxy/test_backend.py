@@ -243,7 +243,7 @@ def test_the_servers_own_health_is_reached(client: Client, wire: Wire) -> None:
 def test_the_dashboards_stream_ends_with_its_reader(client: Client, wire: Wire, session_backend: Behind) -> None:
     """Its events arrive while it goes on, and the server hears that the page was closed."""
     wire.kind, wire.pieces, wire.pause_seconds = "text/event-stream", [b'data: {"number":1}\n\n'] * 4000, 0.05
-    with socket.create_connection(("127.0.0.1", client.port), timeout=30) as page:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as page:
         page.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         got = b""
         while got.count(b"data: ") < 3:

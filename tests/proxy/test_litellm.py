@@ -147,7 +147,7 @@ def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
         assert pid is not None
         started = time.monotonic()
         proxy.stop()
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
         assert identify(pid) is None
 
 

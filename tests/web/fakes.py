@@ -208,11 +208,11 @@ def serving(service: FakeService | None = None, **changes: object) -> Iterator[S
             "kvserve.web.http_server._ACCEPT_POLL_SECONDS", 0.01
         )  # so long its end is waited for, in every test
         server.start()
-    try:
-        yield Served(server, service, reports)
-    finally:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvserve.web.http_server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvserve.web.http_server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
+        try:
+            yield Served(server, service, reports)
+        finally:
             assert server.close(PATIENCE_SECONDS), "a connection's thread is still alive"
 
 

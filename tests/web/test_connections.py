@@ -90,4 +90,4 @@ def test_closing_shuts_half_sent_requests_and_spares_running_answers(peers: Peer
     assert not peers.table.enter_phase(serving, "silent")
     assert not peers.table.wait_until_empty(0.05)
     peers.table.shut_all()
-    assert peers.table.wait_until_empty(5)
+    assert peers.table.wait_until_empty(60)

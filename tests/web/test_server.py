@@ -82,7 +82,7 @@ def test_the_port_is_free_again_after_the_end() -> None:
     again = server_on("127.0.0.1", port)
     again.bind()
     assert again.port == port
-    again.close(1)
+    assert again.close(PATIENCE_SECONDS)
 
 
 def test_ipv6_loopback() -> None:
@@ -190,8 +190,8 @@ def test_the_end_finishes_running_streams_well_formed() -> None:
         assert eventually(lambda: service.turns.qsize() == 2)
         assert eventually(lambda: phases(served) == ["receiving", "serving", "serving", "silent"])
         started = time.monotonic()
-        assert served.server.close(PATIENCE_SECONDS)
-        assert time.monotonic() - started < PATIENCE_SECONDS / 2, "nobody had to be shut"
+        assert served.server.close(4 * PATIENCE_SECONDS)
+        assert time.monotonic() - started < 2 * PATIENCE_SECONDS, "nobody had to be shut"
         data = b"".join(iter(stream.read_chunk, b""))
         events = data.decode().split("\n\n")
         assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "not_ready"
@@ -200,7 +200,7 @@ def test_the_end_finishes_running_streams_well_formed() -> None:
         assert stream.is_closed() and idle.is_closed()
         response = whole.read_response()
         assert (response.status, response.headers["connection"]) == (503, "close")
-        assert threading.active_count() == 1 or all("web-" not in thread.name for thread in threading.enumerate())
+        assert eventually(lambda: all("web-" not in thread.name for thread in threading.enumerate()))
 
 
 def test_draining_lets_running_answers_finish() -> None:
