@@ -1,5 +1,6 @@
 """Rows whose KV moves while a test does something to them: what the tests of moving share beside the full engines."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
-from kvserve.engine import decode
+from kvserve.engine import decode, policy
 from kvserve.engine.admission import Admission
 from kvserve.engine.fair_clock import StreamShare
 from kvserve.engine.rows import RequestHandle, Row
@@ -78,6 +79,7 @@ def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.Monke
     """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, and
     streams are owed nothing for a prompt, so that rows that came before are there still."""
     monkeypatch.setattr(StreamShare, "prefilled", lambda *_, **__: None)
+    monkeypatch.setattr(policy, "LONG_PROMPT_SECONDS", math.inf)  # nor before its last chunk, where a machine is slow
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvserve.cache.records import Eviction
 from kvserve.cache.tree import PrefixTree
-from kvserve.core import TokenSequence
+from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine import admission, kv_room, rows
 from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.decode import DecodePool
@@ -20,6 +20,7 @@ from kvserve.engine.model import KvSize
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.worker import Engine
 from tests.cache.payloads import ROOMY, ROW_BYTES, make_tree, store
 from tests.engine.engines import (
     CACHE,
@@ -30,14 +31,19 @@ from tests.engine.engines import (
     collect,
     generate,
     prompt_of,
+    request,
     running_engine,
     turn,
+    without_idle_work,
 )
 from tests.integrity import check_integrity
 from tests.laws import sampled
 
 SMALL_TOKENS = 2500
 """What a full memory of these tests has room for."""
+
+STREAM_TOKENS = 200
+"""Less than the allowance for an answer, and more steps than room takes to be made."""
 
 MAX_BYTES = 40_000
 NUM_ROWS, ROW_TOKENS = 200, 50
@@ -48,6 +54,23 @@ def small_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that may write without end take little room, so that a small memory holds them and is filled soon."""
     for module in (admission, rows):
         monkeypatch.setattr(module, "ANSWER_ALLOWANCE_TOKENS", 256)
+
+
+def beside_short_stream(engine: Engine, *requests: GenerationRequest) -> list[Result]:
+    """Requests that come together with the first token of a stream. A test's thread that sleeps changes nothing: the
+    stream never takes more of a small memory than it was counted with, so nobody waits for its end or is put back."""
+    handles, deliver = list[RequestHandle](), Row.deliver
+
+    def delivering(row: Row, token: int) -> None:
+        deliver(row, token)
+        if not handles:
+            handles.extend([engine.submit(each) for each in requests])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Row, "deliver", delivering)
+        stream = collect(engine.submit(request(prompt_of(40, 98), STREAM_TOKENS)))
+    assert len(stream.tokens) == STREAM_TOKENS, stream.end
+    return [collect(handle) for handle in handles]
 
 
 @dataclass
@@ -162,7 +185,7 @@ def test_a_row_for_which_nothing_can_be_cut_to_size_costs_no_stream(monkeypatch:
 def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache full of states, a stream, and a row that needs most of the memory: between two steps a few states leave,
     and the row begins when all of it fits; it writes what it would alone."""
-    long, short = prompt_of(1500, 99), prompt_of(40, 98)
+    long = prompt_of(1500, 99)
     with running_engine("qwen3_5") as engine:
         sizes = engine.wait_until_ready().sizes
         alone = cold(engine, long, 4)
@@ -172,8 +195,9 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
     seen: list[int] = []
     begun: list[tuple[float, float]] = []
     with running_engine("qwen3_5", cache=replace(CACHE, max_bytes=most_bytes), max_batch_bytes=most_bytes) as engine:
-        for seed in range(8):
-            generate(engine, turn(prompt_of(400, seed), 1))
+        with without_idle_work(engine):
+            for seed in range(8):
+                generate(engine, turn(prompt_of(400, seed), 1))
         enter, steps = PrefixCache.enter, {name: getattr(DecodePool, name) for name in ("step", "step_all")}
 
         def look() -> None:
@@ -198,7 +222,7 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
         monkeypatch.setattr(PrefixCache, "enter", entering)
         for name in steps:
             monkeypatch.setattr(DecodePool, name, stepping(name))
-        result, _stream = beside_stream(engine, short, 5, lambda: collect(engine.submit(turn(long, 4))))
+        [result] = beside_short_stream(engine, turn(long, 4))
         engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     left = [later - earlier for earlier, later in pairwise(seen)]
     assert cached(result) == 0 and result.tokens == alone
@@ -221,7 +245,7 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(kv_room, "PIECES", 1)
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
     bounds: Any = {"cache": replace(CACHE, max_bytes=most_bytes), "max_batch_bytes": most_bytes}
-    with running_engine(family, prefill_step_size=64, **bounds) as engine:
+    with running_engine(family, prefill_step_size=64, stream_share=0.0, **bounds) as engine:
         for seed in range(num_entries):
             generate(engine, replace(turn(prompt_of(400, 1000 + seed), 1), ttl_seconds=3000.0))
         others, is_over = list[RequestHandle](), list[bool]()
@@ -244,11 +268,8 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
         monkeypatch.setattr(PrefixCache, "leave", leaving)
         monkeypatch.setattr(KvRoom, "make_some", making)
 
-        def both() -> Result:
-            collect(engine.submit(turn(first, 1)))
-            return collect(others[0])
-
-        result, _stream = beside_stream(engine, prompt_of(40, 98), 5, both)
+        beside_short_stream(engine, turn(first, 1))
+        result = collect(others[0])
         engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
     assert cached(result) >= len(shared) - 1
 
@@ -274,9 +295,6 @@ def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.M
             begun.append((len(row.request.prompt), len(engine._scheduler._waiting_for_prefix.without_room())))
             return enter(cache, row, **asked)
 
-        def both() -> list[Result]:
-            return generate(engine, turn(short, 8), turn(long, 1))
-
         monkeypatch.setattr(PrefixCache, "enter", entering)
-        beside_stream(engine, prompt_of(40, 98), 5, both)
+        beside_short_stream(engine, turn(short, 8), turn(long, 1))
     assert begun[1:] == [(60, 1), (1200, 0)]
