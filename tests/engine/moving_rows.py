@@ -11,11 +11,10 @@ import pytest
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
 from kvserve.engine import decode
 from kvserve.engine.admission import Admission
-from kvserve.engine.fair_clock import StreamShare
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
-from tests.engine.engines import NUM_ANSWER_TOKENS, Result, generate, prompt_of, request
+from tests.engine.engines import NUM_ANSWER_TOKENS, Result, generate, let_prompts_take_no_time, prompt_of, request
 
 KINDS = ["qwen3", "qwen3_5"]
 """Plain caches, and states that stand at one place only."""
@@ -76,8 +75,8 @@ def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[RequestHandle], 
 
 def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, and
-    streams are owed nothing for a prompt, so that rows that came before are there still."""
-    monkeypatch.setattr(StreamShare, "prefilled", lambda *_, **__: None)
+    rows that came before are there still."""
+    let_prompts_take_no_time(monkeypatch)
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 
