@@ -63,16 +63,6 @@ def with_row_beside(engine: Engine, wanted: GenerationRequest) -> Result:
     return generate(engine, request(BESIDE, NUM_ANSWER_TOKENS), wanted)[1]
 
 
-def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[RequestHandle], None]:
-    """What a row is acted on with: the memory is outgrown at one look."""
-
-    def act(_: RequestHandle) -> None:
-        has_outgrown = iter([True])
-        monkeypatch.setattr(Admission, "is_outgrown", lambda _: next(has_outgrown, False))
-
-    return act
-
-
 def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, and
     rows that came before are there still."""
