@@ -3,8 +3,10 @@
 import json
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -147,10 +149,10 @@ def test_a_row_that_raises_fails_alone(roomy: AppUnderTest, monkeypatch: pytest.
         _plant(monkeypatch, 13, 8)
     else:
         fields |= {"response_format": {"type": "json_object"}, "thinking": "off"}
-        calls = iter(range(10_000))
+        calls: defaultdict[Any, Iterator[int]] = defaultdict(count)  # of each row its own, whichever comes first
 
         def breaking(self: Any, tokens: mx.array, logits: mx.array) -> mx.array:
-            if next(calls) % 9 == 8:
+            if next(calls[self]) == 8:
                 raise RuntimeError("planted")
             return logits
 

@@ -30,7 +30,9 @@ from kvserve.engine import turn_order
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.engine_settings import EngineSettings
+from kvserve.engine.fair_clock import StreamShare
 from kvserve.engine.policy import Facts, Plan, plan
+from kvserve.engine.prefill import ChunkLength
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.worker import Engine
 from tests.laws import sampled
@@ -195,6 +197,14 @@ def held(engine: Engine) -> Iterator[None]:
         yield
     finally:
         goes_on.set()
+
+
+def let_prompts_take_no_time(patch: pytest.MonkeyPatch) -> None:
+    """Rows that come together decode together, and one that decodes is there still when a prompt behind it is computed,
+    however slow the chunks of a busy machine are. Streams are owed nothing for a prompt: not behind it, and not before
+    its last chunk either; no prompt is too long for others to wait for it."""
+    patch.setattr(StreamShare, "prefilled", lambda *_, **__: None)
+    patch.setattr(ChunkLength, "slowest_tokens_per_second", 1e9)
 
 
 def let_watchdog_end(patch: pytest.MonkeyPatch, is_meant: Callable[[Row], bool]) -> None:

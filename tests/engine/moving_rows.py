@@ -1,6 +1,5 @@
 """Rows whose KV moves while a test does something to them: what the tests of moving share beside the full engines."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
-from kvserve.engine import decode, policy
+from kvserve.engine import decode
 from kvserve.engine.admission import Admission
-from kvserve.engine.fair_clock import StreamShare
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
-from tests.engine.engines import NUM_ANSWER_TOKENS, Result, generate, prompt_of, request
+from tests.engine.engines import NUM_ANSWER_TOKENS, Result, generate, let_prompts_take_no_time, prompt_of, request
 
 KINDS = ["qwen3", "qwen3_5"]
 """Plain caches, and states that stand at one place only."""
@@ -65,21 +63,10 @@ def with_row_beside(engine: Engine, wanted: GenerationRequest) -> Result:
     return generate(engine, request(BESIDE, NUM_ANSWER_TOKENS), wanted)[1]
 
 
-def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[RequestHandle], None]:
-    """What a row is acted on with: the memory is outgrown at one look."""
-
-    def act(_: RequestHandle) -> None:
-        has_outgrown = iter([True])
-        monkeypatch.setattr(Admission, "is_outgrown", lambda _: next(has_outgrown, False))
-
-    return act
-
-
 def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, and
-    streams are owed nothing for a prompt, so that rows that came before are there still."""
-    monkeypatch.setattr(StreamShare, "prefilled", lambda *_, **__: None)
-    monkeypatch.setattr(policy, "LONG_PROMPT_SECONDS", math.inf)  # nor before its last chunk, where a machine is slow
+    rows that came before are there still."""
+    let_prompts_take_no_time(monkeypatch)
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 

@@ -39,7 +39,7 @@ from tests.engine.full_engines import (
     full_engine,
     moves_counted,
 )
-from tests.engine.moving_rows import KINDS, begun, put_back_once, put_backs_counted, while_it_answers
+from tests.engine.moving_rows import KINDS, begun, put_back_after, put_backs_counted, while_it_answers, with_row_beside
 from tests.laws import sampled, sampled_cells
 
 
@@ -155,11 +155,9 @@ def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
         generate(engine, turn(said.first))
         if is_alone:
             monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
-        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
-        begun(other)
-        found = while_it_answers(engine, turn(said.second), put_back_once(monkeypatch))
+        put_back_after(1, said.second, monkeypatch)
+        found = with_row_beside(engine, turn(said.second))
         again = generate(engine, turn(said.third(), 4))[0]
-        collect(other)  # it stands on what it began with as long as it runs
         check(engine)
     assert [row.handle.request.prompt.ids for row in rows] == [tuple(said.second)] and moves["out"] >= 2
     assert_exact(found, said.expected)
@@ -266,14 +264,14 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
     with full_engine("qwen3", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as put_back:
         said = conversation_of("qwen3")
         generate(engine, turn(said.first))
-        begun(engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS)))
 
         def is_overdue(row: Row) -> bool:
             return bool(put_back) and row.request.prompt.ids == tuple(said.second) and len(row.generated) > 4
 
         with monkeypatch.context() as patch:
             let_watchdog_end(patch, is_overdue)
-            ended = while_it_answers(engine, turn(said.second), put_back_once(patch))
+            put_back_after(1, said.second, patch)
+            ended = with_row_beside(engine, turn(said.second))
         assert isinstance(ended.end, GenerationDone) and len(put_back) == 1
         again = generate(engine, turn(said.second))[0]
     assert_exact(again, said.expected)

@@ -17,7 +17,7 @@ from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.token_dispatcher import SendingModule
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, MemoryExhausted
-from tests.engine.engines import generate, prompt_of, request, running_engine
+from tests.engine.engines import generate, let_prompts_take_no_time, prompt_of, request, running_engine
 
 METAL = "[metal::malloc] Attempting to allocate 123456789 bytes"
 NO_ROOM = RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
@@ -167,6 +167,7 @@ def test_of_a_step_that_fails_again_the_longest_row_fails(engine: Engine, monkey
     prompts = [prompt_of(80, 0), prompt_of(120, 1), prompt_of(80, 2)]
     expected = [generate(engine, request(each, 30))[0].tokens for each in prompts]
     engine.clear_cache()
+    let_prompts_take_no_time(monkeypatch)
     # MLX describes a pass before it runs: steps with three rows fail.
     Faults(monkeypatch, SendingModule, "__call__", 99, when=lambda _, tokens, **__: tokens.shape[0] == 3)
     found = generate(engine, *(request(each, 30) for each in prompts))

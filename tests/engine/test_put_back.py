@@ -26,6 +26,7 @@ from tests.engine.engines import (
     collect,
     generate,
     held,
+    let_prompts_take_no_time,
     prompt_of,
     request,
     running_engine,
@@ -191,6 +192,7 @@ def test_a_row_that_is_put_back_waits_until_there_is_room(family: str, monkeypat
     """Who lets it in counts as who puts it back: it came and went thousands of times, and the other one stood still."""
     monkeypatch.setattr(rows_module, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
     monkeypatch.setattr(decode, "extra_padding_tokens", lambda *_: 10**12)  # each by itself, as of other lengths
+    let_prompts_take_no_time(monkeypatch)  # the first is there still when the second comes
     with full_engine(family, 680, 0.99) as engine, put_backs_counted() as rows:
         ends = [found.end for found in generate(engine, *(request(prompt_of(60, seed), 200) for seed in (0, 1)))]
         check(engine)
