@@ -5,8 +5,9 @@
 
 The recorded requests in their order, streamed, on port 8080 and through LiteLLM. A system prompt that is too long for
 the model is cut in its middle, so that the first prompt has 6,000 tokens. Before the last request the server is killed
-as soon as the answer before it is there, and asked as soon as the next one answers. The first prompt and the last are
-read cold; what one in between would take lies between them, by its length.
+as soon as the answer before it is there, and asked as soon as the next one answers. Recorded requests bring answers of
+another model, which are read like everything new; so once a person asks on behind the demo model's own answer. The
+first prompt and the last are read cold; what one in between would take lies between them, by its length.
 """
 
 import argparse
@@ -35,6 +36,7 @@ SHORT_CLIENTS = ("PI",)
 NUM_TURNS = 8
 CONTEXT_TOKENS, MAX_CONTEXT_TOKENS = 6_000, 8_192
 ANSWER_TOKENS = 4
+QUESTION = "Why do you think so? Say it in one short sentence."
 WARM_BOUND, KILLED_BOUND = Bound("at most", 0.03), Bound("at most", 0.1)
 
 
@@ -53,10 +55,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A client's requests through one port, once: the first, those that went on, the one behind the kill, and that one
-    cold."""
+    """A client's requests through one port, once: the first, a question behind the model's own answer, those that went
+    on, the one behind the kill, and that one cold."""
 
     cold: Asked
+    question: Asked
     warm: tuple[Asked, ...]
     killed: Asked
     last_cold: Asked
@@ -142,42 +145,55 @@ def body_of(request: Request) -> dict[str, Any]:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def asked(port: int, request: Request) -> Asked:
-    """Ask, and read to the end. Where the model says nothing its first token is the one that ends the answer. Raises
-    BenchmarkError for an error answer."""
+def asked(port: int, request: Request) -> tuple[Asked, str]:
+    """Ask, and read to the end; what it took, and the answer. Where the model says nothing its first token is the one
+    that ends the answer. Raises BenchmarkError for an error answer."""
     with Client(port) as client:
         stream = client.send(body_of(request))
         client.run_until(lambda: stream.ended_at is not None)
     usage = stream.usage()
     first_at = stream.first_text_at or stream.ended_at
     assert first_at is not None
-    return Asked(first_at - stream.sent_at, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    answer = "".join(text for _, text in stream.texts())
+    return Asked(first_at - stream.sent_at, usage["prompt_tokens"], num_cached_tokens), answer
+
+
+def question_behind(request: Request, answer: str) -> Request:
+    """What a person asks on."""
+    said = [{"role": "assistant", "content": answer}, {"role": "user", "content": QUESTION}]
+    return replace(request, body={**request.body, "messages": [*request.body["messages"], *said]})
 
 
 def session(server: TalkingServer, talk: Conversation, is_proxied: bool) -> Session:
     """The conversation from its beginning, on a server that knows nothing of it."""
 
-    def ask(request: Request) -> Asked:
+    def ask(request: Request) -> tuple[Asked, str]:
         port = server.proxy_port if is_proxied else server.port
         assert port is not None
         return asked(port, request)
 
     def ask_cold(request: Request) -> Asked:
         forget(server.port)
-        cold = ask(request)
+        cold, _ = ask(request)
         if cold.num_cached_tokens:
             raise BenchmarkError(f"{cold.num_cached_tokens} tokens of a cold prompt were known")
         return cold
 
     first, *others, last = talk.requests
-    cold, warm = ask_cold(first), []
-    for request in others:
-        settle(server.port)
-        warm.append(ask(request))
-    server.kill_and_start()
-    killed = ask(last)
+    cold, warm, second = ask_cold(first), list[Asked](), others[0]
     settle(server.port)
-    return Session(cold, tuple(warm), killed, ask_cold(last))
+    one, answer = ask(second)
+    warm.append(one)
+    settle(server.port)
+    question, _ = ask(question_behind(second, answer))
+    for request in others[1:]:
+        settle(server.port)
+        warm.append(ask(request)[0])
+    server.kill_and_start()
+    killed, _ = ask(last)
+    settle(server.port)
+    return Session(cold, question, tuple(warm), killed, ask_cold(last))
 
 
 def measured(
@@ -207,11 +223,14 @@ def figures(all_measured: Sequence[Measured], *, is_fast: bool) -> list[Figure]:
     found = []
     for each in all_measured:
         has_bounds = is_fast and each.is_long
+        warm_bound = WARM_BOUND if has_bounds else None
+        question = [(session, session.question) for session in each.sessions]
         warm = [(session, one) for session in each.sessions for one in session.warm]
         killed = [(session, session.killed) for session in each.sessions]
         where = f"{each.client}, port {each.port}: first token"
         found += [
-            _figure(f"{where} warm : cold", warm, WARM_BOUND if has_bounds else None),
+            _figure(f"{where} behind the model's own answer : cold", question, warm_bound),
+            _figure(f"{where} warm : cold", warm, warm_bound),
             _figure(f"{where} after SIGKILL : cold", killed, KILLED_BOUND if has_bounds else None),
         ]
     return found
@@ -228,17 +247,18 @@ def _figure(name: str, asked_in: Sequence[tuple[Session, Asked]], bound: Bound |
 def table(all_measured: Sequence[Measured]) -> str:
     """The medians, a row for each client and port."""
     lines = [
-        "| client, port | prompt | cold | warm turn | after SIGKILL |",
-        "|---|---|---|---|---|",
+        "| client, port | prompt | cold | question | recorded turn | after SIGKILL |",
+        "|---|---|---|---|---|---|",
     ]
     for each in all_measured:
         cold = [session.cold for session in each.sessions]
+        question = [session.question for session in each.sessions]
         warm = [one for session in each.sessions for one in session.warm]
         killed = [session.killed for session in each.sessions]
         longest = max(one.num_prompt_tokens for one in killed)
         lengths = f"{cold[0].num_prompt_tokens:,} to {longest:,} tokens"
         cells = " | ".join(
-            f"{median(one.seconds for one in some):.2f} s ({_new(some)} tokens)" for some in (warm, killed)
+            f"{median(one.seconds for one in some):.2f} s ({_new(some)} tokens)" for some in (question, warm, killed)
         )
         lines.append(
             f"| {each.client}, {each.port} | {lengths} | {median(one.seconds for one in cold):.1f} s | {cells} |"

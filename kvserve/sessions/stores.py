@@ -34,7 +34,9 @@ LINEAGE_BYTES_PER_MESSAGE = 512
 ROOM_SHARE = 0.9
 """What is left of each store where its rows on disk became too large."""
 
-FLUSH_SECONDS = 2.0
+FLUSH_SECONDS = 20.0
+"""Who has something deleted hears that it is gone, on a disk that takes seconds for it too."""
+
 CLOSE_SECONDS = 5.0
 
 
