@@ -16,6 +16,7 @@ from kvserve.output.choices import OF_SCHEMAS, ONLY_TYPES, UNSAID_OF_OBJECTS, Ch
 from kvserve.output.enforced import Enforced, allowed, allows_any_text, enforced
 from kvserve.output.lark import Lark, quote
 from kvserve.output.tool_parsers.arguments import (
+    JSON_TYPES,
     STRING,
     read_argument,
     type_names,
@@ -23,6 +24,9 @@ from kvserve.output.tool_parsers.arguments import (
     write_argument,
 )
 from kvserve.output.tool_parsers.form import Chain
+
+ANY_VALUE = Enforced({"type": sorted(JSON_TYPES - STRING)}, is_strict=True)
+"""Whatever is no string."""
 
 _SPACES = r"[ \t\r\n]*"
 _PROBES: tuple[object, ...] = (0, -7, 1234567, 0.5, True, False, None, [], [None, {"q": []}], {}, {"q": [1]})
@@ -140,7 +144,7 @@ class PairGrammar:
     def _any_arguments(self, schema: Mapping[str, object]) -> str:
         """The same of any keys with values of this schema; nothing if there are none."""
         key = self._lark.key(self._form.stops, self._form.ends[0])
-        argument = self._typed(key, "additionalProperties", schema)
+        argument = self._typed(key, "additionalProperties", schema) if schema else self._any_value(key)
         if not argument.has_value:
             return ""
         again = self._lark.reserved()
@@ -226,6 +230,10 @@ class PairGrammar:
         new = (each for each in value.left_out if each not in self._parameters.left_out)
         self.left_out += (f"{place}.{each}" for each in new)
         return _Argument(key, is_text, (), (), (*words, *([self._lark.json(value)] if rest else [])), is_required)
+
+    def _any_value(self, key: str) -> _Argument:
+        """What nothing is said of. No schema is tried for it, as most tools of a request are no strict ones."""
+        return _Argument(key, True, others=(self._lark.json(ANY_VALUE),) if self._form.tells_strings else ())
 
     def _told(self, choices: Choices, place: str, types: frozenset[str]) -> Iterator[object]:
         """Those of an enumeration that are read back as they are written; the others are noted."""
