@@ -108,6 +108,29 @@ def test_the_readme_has_every_endpoint() -> None:
     assert said == {f"{route.method} {route.path}" for route in ROUTES}
 
 
+def said_of_rules(text: str) -> list[tuple[str, str]]:
+    """The canonical rules that a text lists, each with the policy that it is listed under; `off` for those of which
+    nothing else can be set."""
+    lists = re.findall(r"`(always|history|never|off)`,[^:`]*: (`\w+`(?:,\s+`\w+`)*)", text)
+    return sorted((rule, policy) for policy, rules in lists for rule in re.findall(r"`(\w+)`", rules))
+
+
+def test_the_readme_lists_every_canonical_rule_under_its_policy() -> None:
+    """As the table has it, each once; one that is listed under another policy, twice or not at all is seen."""
+    from kvserve.canonical.rules import RULES  # here, so that a defect there fails this test and not the others
+    from kvserve.settings.rule_policies import SETTABLE
+
+    table = [
+        (rule.name, rule.policy if rule.policy in SETTABLE[rule.name] else "off")
+        for rule in RULES
+        if rule.name in SETTABLE
+    ]
+    said = section("Settings")
+    assert said_of_rules(said) == sorted(table)
+    for old, new in (("`cch`, ", ""), ("`cch`, ", "`cch`, `cch`, "), ("`history`, ", "`always`, ")):
+        assert said.count(old) == 1 and said_of_rules(said.replace(old, new)) != sorted(table)
+
+
 def test_the_readme_names_every_script() -> None:
     """Programs that a user may start: scripts/ and the top level."""
     scripts = [*sorted(ROOT.glob("scripts/*.py")), ROOT / "install_and_run.py", ROOT / "start_llm.py"]

@@ -10,6 +10,7 @@ from kvserve.output.enforced import Enforced
 _TAG_PARTS = re.compile(r"(<[^<>]*>|\[/?[A-Z_]+\])")
 _SPACES = r"[ \t\r\n]*"
 _LINE_AT_END = re.compile(r"\s*\n\s*\Z")
+_MANY = 500
 _NAMEABLE = re.compile(r"<[!#-~]+>")
 """Tokens that llguidance knows by their names."""
 
@@ -76,6 +77,16 @@ class Lark:
     def json(self, schema: Enforced) -> str:
         """A rule for a JSON value that obeys `schema`."""
         return self.rule(f"%json {schema.text}")
+
+    def one_of(self, texts: Sequence[str], closing: str) -> list[str]:
+        """Alternatives for these texts, each with `closing` behind it. What of `closing` is no token is one lexeme with
+        the text, as a lexer never goes back; many are one lexeme, as a parser follows few thousand alternatives."""
+        token = next((part for part in _TAG_PARTS.split(closing) if self.is_token(part)), None)
+        head = closing if token is None else closing[: closing.index(token)]
+        rest = self.tag(closing.removeprefix(head))
+        whole = [text + head for text in texts if text + head]
+        bodies = [self.terminal("|".join(map(escaped, whole)))] if len(whole) > _MANY else list(map(quote, whole))
+        return [f"{body} {rest}" for body in (*[""] * (len(whole) < len(texts)), *bodies)]
 
     def text_before(self, tag: str) -> str:
         """Free text and then `tag`."""

@@ -9,11 +9,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvserve.core import Spelling
-from kvserve.output.enforced import Enforced, allowed, allows_any_text, enforced
+from kvserve.output.choices import (
+    OF_NUMBERS,
+    OF_SCHEMAS,
+    OF_TEXTS,
+    RESTRICTING,
+    UNSAID_OF_LISTS,
+    UNSAID_OF_OBJECTS,
+    enumerated,
+)
+from kvserve.output.enforced import Enforced, allows_any_text, enforced
 from kvserve.output.lark import Lark, escaped, quote
 from kvserve.output.tool_parsers.arguments import (
     JSON_TYPES,
-    choices_of,
     resolve,
     type_names,
     types_of,
@@ -37,21 +45,7 @@ _PYTHON_TEXTS = (
 )
 """What Python shows of a text: in double quotes where it holds single ones and no double ones."""
 
-_OF_TEXTS = ("minLength", "maxLength", "pattern", "format")
-_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_OF_LISTS = ("items", "prefixItems", "minItems", "maxItems")
-_OF_OBJECTS = ("properties", "required", "additionalProperties")
-_OF_SCHEMAS = ("$ref", "anyOf", "oneOf", "allOf")
-_UNSAID_OF_LISTS = ("additionalItems",)
-_UNSAID_OF_OBJECTS = ("patternProperties", "minProperties", "maxProperties")
-"""Keywords that `%json` holds, and these rules do not."""
-
-_RESTRICTING = (
-    *(*_OF_TEXTS, *_OF_NUMBERS, *_OF_LISTS, *_OF_OBJECTS, *_OF_SCHEMAS),
-    *(*_UNSAID_OF_LISTS, *_UNSAID_OF_OBJECTS),
-)
 _NUMBERS = frozenset(("number", "integer"))
-_MANY = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +96,10 @@ class ValueGrammar:
         if not isinstance(schema, Mapping):
             return [] if schema is False else self._typed({}, place, types, text)
         types &= types_of(schema, self.root.schema)
-        choices = choices_of(schema)
+        choices = enumerated(schema, self.root.schema)
         if choices is not None:
-            said = [each for each in self._allowed(schema, place, choices) if type_names(each) & types]
+            self._lose_each(schema, f"{place}.", choices.untried)
+            said = [each for each in choices.values if type_names(each) & types]
             told = [each for each in said if self._is_told(each, place, is_inner=not text)]
             return self._literals(told, is_inner=not text)
         return self._combined(schema, place, types, text)
@@ -114,7 +109,7 @@ class ValueGrammar:
 
         All that stands before a value is one lexeme, so that no text before it goes on there.
         """
-        self._lose_each(schema, place, (*_UNSAID_OF_OBJECTS, *_OF_SCHEMAS))
+        self._lose_each(schema, place, (*UNSAID_OF_OBJECTS, *OF_SCHEMAS))
         found = schema.get("properties")
         named = dict(found) if isinstance(found, Mapping) else {}
         required = [key for key in _list_of(schema.get("required")) if isinstance(key, str)]
@@ -150,31 +145,20 @@ class ValueGrammar:
         barred = f"{escaped(before)}({barred}){escaped(lead)}" if barred else ""
         return self.lark.terminal(f"{escaped(before)}({form.any_key}){escaped(lead)}", barred=barred)
 
-    def _allowed(self, schema: Mapping[str, object], place: str, choices: Sequence[object]) -> Sequence[object]:
-        """Those of a schema's enumerated values that obey what else it says."""
-        beside = [key for key in (*_RESTRICTING, *(("const",) if "enum" in schema else ())) if key in schema]
-        if not beside:
-            return choices
-        shared = _only(self.root.schema, ("$defs", "definitions"))
-        said = allowed(Enforced({**shared, **schema}, is_strict=False), choices)
-        if said is None:
-            self._lose_each(schema, f"{place}.", beside)
-        return choices if said is None else said
-
     # --- schemas of schemas -------------------------------------------------------------------------------------------
 
     def _combined(self, schema: Mapping[str, object], place: str, types: frozenset[str], text: str) -> list[str]:
         """What a reference names, one of several schemas allows, or the schema itself says: never two of these."""
-        restricting = [key for key in _RESTRICTING if key in schema]
+        restricting = [key for key in RESTRICTING if key in schema]
         keyword, reference = next(iter(restricting), ""), schema.get("$ref")
-        schemas = _list_of(schema.get(keyword)) if keyword in _OF_SCHEMAS else ()
+        schemas = _list_of(schema.get(keyword)) if keyword in OF_SCHEMAS else ()
         is_one = len(restricting) == 1 and (len(schemas) == 1 or (bool(schemas) and keyword != "allOf"))
         if isinstance(reference, str):
             self._lose_each(schema, f"{place}.", (key for key in restricting if key != "$ref"))
             return self._referred(reference, place, types, text)
         if not is_one:
-            self._lose_each(schema, f"{place}.", _OF_SCHEMAS)
-            own = {key: value for key, value in schema.items() if key not in _OF_SCHEMAS}
+            self._lose_each(schema, f"{place}.", OF_SCHEMAS)
+            own = {key: value for key, value in schema.items() if key not in OF_SCHEMAS}
             return self._typed(own, place, types, text)
         found = (self.ways(part, f"{place}.{keyword}", types, text=text) for part in schemas)
         return list(dict.fromkeys(way for ways in found for way in ways))
@@ -197,7 +181,7 @@ class ValueGrammar:
 
     def _typed(self, schema: Mapping[str, object], place: str, types: frozenset[str], text: str) -> list[str]:
         """Alternatives by type, for what a schema says without others."""
-        if text or types != JSON_TYPES or not schema.keys().isdisjoint(_RESTRICTING):
+        if text or types != JSON_TYPES or not schema.keys().isdisjoint(RESTRICTING):
             return list(self._by_type(schema, place, types, text))
         if "any" not in self._known:
             rule = self._known["any"] = self.lark.reserved()
@@ -230,8 +214,8 @@ class ValueGrammar:
         return not spelling.is_python or (kind == "object" and spelling.has_json_objects)
 
     def _text(self, schema: Mapping[str, object], place: str, text: str) -> str:
-        if not schema.keys().isdisjoint(_OF_TEXTS):
-            own = Enforced({"type": "string", **_only(schema, _OF_TEXTS)}, is_strict=False)
+        if not schema.keys().isdisjoint(OF_TEXTS):
+            own = Enforced({"type": "string", **_only(schema, OF_TEXTS)}, is_strict=False)
             if not allows_any_text(own):
                 self.lose(f"{place}, as the model's form of calls leaves a text's inside free")
         if text:
@@ -242,7 +226,7 @@ class ValueGrammar:
 
     def _number(self, schema: Mapping[str, object], place: str, types: frozenset[str]) -> list[str]:
         kind = "number" if "number" in types else "integer"
-        return self._json(_only(schema, _OF_NUMBERS), place, kind)
+        return self._json(_only(schema, OF_NUMBERS), place, kind)
 
     def _json(self, schema: Mapping[str, object], place: str, kind: str) -> list[str]:
         """A value of this type as JSON; none if nothing obeys the schema."""
@@ -256,7 +240,7 @@ class ValueGrammar:
 
     def _list(self, schema: Mapping[str, object], place: str) -> list[str]:
         """A list, whose first items may have schemas of their own; none if it must be longer than it can be."""
-        self._lose_each(schema, f"{place}.", _UNSAID_OF_LISTS)
+        self._lose_each(schema, f"{place}.", UNSAID_OF_LISTS)
         low, high = _size(schema.get("minItems"), 0), _size(schema.get("maxItems"), None)
         assert low is not None, "it has a default"
         if high is not None and low > high:
@@ -308,26 +292,20 @@ class ValueGrammar:
         )
 
     def _literals(self, values: Sequence[object], *, is_inner: bool) -> list[str]:
-        """Alternatives for values as they are written; many texts are one lexeme, as a parser follows few thousand."""
-        texts = [each for each in values if isinstance(each, str) and each]
-        if len(texts) <= _MANY:
-            return [self._literal(each, is_inner=is_inner) for each in values]
-        others = [self._literal(each, is_inner=is_inner) for each in values if not (isinstance(each, str) and each)]
+        """Alternatives for values as they are written."""
+        texts = [each for each in values if isinstance(each, str)]
+        others = [self._literal(each, is_inner=is_inner) for each in values if not isinstance(each, str)]
         if is_inner and not self.spelling.is_own:
-            return [self.lark.terminal("|".join(escaped(repr(text)) for text in texts)), *others]
+            return [*self.lark.one_of(list(map(repr, texts)), ""), *others]
         opening, closing = self._marks
-        is_token = self.lark.has_tokens(closing)
-        body = self.lark.terminal("|".join(escaped(text if is_token else text + closing) for text in texts))
-        return [f"{self.lark.tag(opening)} {body} {self.lark.tag(closing) if is_token else ''}", *others]
+        return [*(f"{self.lark.tag(opening)} {way}" for way in self.lark.one_of(texts, closing)), *others]
 
     def _literal(self, value: object, *, is_inner: bool) -> str:
         """A value as it is written, in the lexemes of the rules for any."""
         match value:
             case str() if self.spelling.is_own or not is_inner:
                 opening, closing = self._marks
-                if self.lark.has_tokens(closing):
-                    return f"{self.lark.tag(opening)} {quote(value) if value else ''} {self.lark.tag(closing)}"
-                return f"{self.lark.tag(opening)} {quote(value + closing)}"
+                return f"{self.lark.tag(opening)} {self.lark.one_of([value], closing)[0]}"
             case list() | dict() if self._is_json("object" if isinstance(value, dict) else "array", is_inner=is_inner):
                 return self.lark.json(Enforced({"const": value}, is_strict=True))
             case list():

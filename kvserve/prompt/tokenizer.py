@@ -33,6 +33,7 @@ END_OF_TURN_TOKENS = (
     "<|observation|>",
     "<|return|>",
     "<|call|>",
+    "<|tool_response>",
 )
 
 

@@ -46,9 +46,7 @@ def looked_at(turn: Turn, served: ServedModel) -> Turn:
 
 def _render(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> Prompt:
     """The turn as model tokens, its history as the model saw and wrote it."""
-    text, stitched = stitch(turn, reading, served)
-    if _may_be_unknown(served):
-        _refuse_unknown(stitched.ids, served, "messages")
+    text, stitched = readable(turn, reading, served)
     return Prompt(
         text=text.shown,
         tokens=TokenSequence(stitched.ids, stitched.images),
@@ -117,12 +115,10 @@ class SharedBeginning:
 def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> SharedBeginning:
     """What the prompts of all these turns have in common, as `serve_turn` would write them now; their images were
     looked at, the engine hears nothing of it. Raises BadRequest, and ValueError for no turn."""
-    stitched = [stitch(turn, served.conversations.read(turn), served)[1] for turn in turns]
+    stitched = [readable(turn, served.conversations.read(turn), served)[1] for turn in turns]
     if not stitched:
         raise ValueError("There is no prompt without a turn.")
     first = stitched[0]
-    if _may_be_unknown(served):
-        _refuse_unknown(first.ids, served, "messages")
     num_tokens = min([len(first.ids), *(common_length(first.ids, other.ids) for other in stitched[1:])])
     if (cut := next((span for span in first.images if span.start < num_tokens < span.end), None)) is not None:
         num_tokens = cut.start
@@ -188,6 +184,14 @@ def _parting(
     """How many tokens the prompt has in common with that of other messages."""
     other = stitch(turn, replace(reading, rendered=messages), served)[1]
     return common_length(stitched.ids, other.ids)
+
+
+def readable(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> tuple[PromptText, Stitched]:
+    """The text of a turn and its ids, for all of which the model has rows. Raises BadRequest."""
+    text, stitched = stitch(turn, reading, served)
+    if _may_be_unknown(served):
+        _refuse_unknown(stitched.ids, served, "messages")
+    return text, stitched
 
 
 def stitch(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> tuple[PromptText, Stitched]:

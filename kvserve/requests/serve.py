@@ -38,7 +38,7 @@ from kvserve.output.grammar import AnswerStart, Promise, build_grammar, build_ra
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.requests.answer_facts import Submitted
-from kvserve.requests.prompt_of_turn import looked_at, prompt_of, stitch
+from kvserve.requests.prompt_of_turn import looked_at, prompt_of, readable
 from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.served_model import ServedModel
@@ -103,7 +103,7 @@ def count_tokens(turn: Turn, served: ServedModel) -> int:
     """The prompt's tokens as `serve_turn` would submit them; the engine hears nothing of it. Raises BadRequest."""
     with served.keeping(turn):
         turn = looked_at(turn, served)
-        return len(stitch(turn, served.conversations.read(turn), served)[1].ids)
+        return len(readable(turn, served.conversations.read(turn), served)[1].ids)
 
 
 def preview(turn: Turn, served: ServedModel) -> Prompt:

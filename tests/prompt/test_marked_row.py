@@ -207,6 +207,25 @@ def test_what_ends_a_marked_call_may_be_cut(name: str) -> None:
 
 
 @every_form
+def test_a_marked_key_is_not_lost_where_its_value_is_none(name: str) -> None:
+    """One that stands there already, and one behind which the turn ends: it goes out as it is written, in any cut."""
+    lead = row_of(name).pairs.value  # type: ignore[union-attr]
+    cases: tuple[JsonObject, ...] = ({"b": 1, "zz": 2}, {"b": "p", "zz": "q"})
+    for said in cases:
+        text = written(name, ("any", said))
+        begun = f"{json.dumps({'b': said['b']})[:-1]}, "
+        twice, value = text.replace("zz", "b"), row_of(name).pairs.spelling.written(said["zz"])  # type: ignore[union-attr]
+        for pieces in ([twice], [*twice]):
+            assert read(format_of(name), pieces) == ([("any", f"{begun}b{lead}{value}")], "")
+        cut = text[: text.index("zz") + len(f"zz{lead}")]
+        for pieces in ([cut], [*cut]):
+            splitter = Splitter(format_of(name), starts_in_reasoning=False, tools=TOOLS)
+            events = [event for piece in pieces for event in splitter.feed(piece)]
+            [ended] = calls_of([*events, *splitter.finish(cut=True)])
+            assert ended.is_cut and ended.call.arguments == f'{begun}"zz{lead}'
+
+
+@every_form
 def test_calls_without_arguments_and_of_other_tools(name: str) -> None:
     """No argument is an empty object; a tool that is not offered is called beside one that is, and else is text."""
     none: JsonObject = {}

@@ -53,6 +53,23 @@ def test_a_channel_end_of_gpt_oss_is_no_stop() -> None:
     assert tokenizer.token_id("<|end|>") not in tokenizer.stop_token_ids
 
 
+def test_a_call_of_gemma_ends_where_its_result_would_begin(tmp_path: Path) -> None:
+    """`<|tool_response>` begins what no model writes: it ends a turn in folders too whose configuration names no end,
+    where a model would go on with a result of its own. In another template the word is none."""
+    for file in tiny_model("gemma4").iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, tmp_path / file.name)
+    (tmp_path / "generation_config.json").write_text("{}")
+    config = json.loads((tmp_path / "config.json").read_text())
+    nested = {key: value for key, value in config.get("text_config", {}).items() if key != "eos_token_id"}
+    whole = {key: value for key, value in config.items() if key not in ("eos_token_id", "text_config")}
+    (tmp_path / "config.json").write_text(json.dumps(whole | ({"text_config": nested} if nested else {})))
+    tokenizer = load_tokenizer(tmp_path)
+    assert {tokenizer.token_id("<turn|>"), tokenizer.token_id("<|tool_response>")} <= tokenizer.stop_token_ids
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<turn|>{% endfor %}")
+    assert tokenizer.token_id("<|tool_response>") not in load_tokenizer(tmp_path).stop_token_ids
+
+
 def test_stop_tokens_come_from_every_file(folder: Path) -> None:
     """The ids in config.json, also nested, and generation_config.json count beside the tokenizer's own."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))

@@ -11,6 +11,7 @@ from kvserve.errors import BadRequest
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.protocols.openai_completions import parse_completion
 from kvserve.requests.prompt_of_turn import prompt_of, shared_beginning
+from kvserve.requests.serve import count_tokens, preview
 from kvserve.requests.served_model import ServedModel
 from tests.models import tiny_model
 
@@ -43,11 +44,21 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(served: ServedModel, a
 
 
 def test_a_template_that_writes_such_a_token_is_refused(served: ServedModel) -> None:
-    """Weights that were never enlarged for the tokens of their template: no answer, and nothing computed ahead."""
+    """Weights that were never enlarged for the tokens of their template: no answer, nothing computed ahead, and no
+    count of what would be refused."""
     turn = parse_chat({"messages": [{"role": "user", "content": "Hi"}]}, {}, served.defaults, RequestId("chat")).turn
     smaller = replace(served, vocab_size=served.tokenizer.encode(LAST)[0])
     reading = served.conversations.read(turn)
     assert prompt_of(turn, reading, served).tokens.ids
-    for refused in (lambda: prompt_of(turn, reading, smaller), lambda: shared_beginning([turn], smaller)):
-        with pytest.raises(BadRequest, match="which the model does not have"):
+    assert count_tokens(turn, served) == len(prompt_of(turn, reading, served).tokens)
+    words = set()
+    for refused in (
+        lambda: prompt_of(turn, reading, smaller),
+        lambda: shared_beginning([turn], smaller),
+        lambda: count_tokens(turn, smaller),
+        lambda: preview(turn, smaller),
+    ):
+        with pytest.raises(BadRequest, match="which the model does not have") as raised:
             refused()
+        words.add((str(raised.value), raised.value.param))
+    assert len(words) == 1

@@ -86,14 +86,14 @@ class TypedArguments:
         try:
             end = yield from text_before(last, value.put, may_lack_end=may_lack_end, next_key=more)
         except UnfinishedKey as cut:
-            self._go_on(key, value, cut.source)
+            self.go_on(key, value, cut.source)
             self.break_off()
             raise
         except NotACall:
             value.break_off()
             raise
         if end.key is not None:
-            self._go_on(key, value, end.key.source)
+            self.go_on(key, value, end.key.source)
         else:
             self.keep(key, value, is_more=False)
         return end
@@ -117,7 +117,7 @@ class TypedArguments:
         if is_more:
             self._draft.write(", ")
 
-    def _go_on(self, key: str, value: "ArgumentValue", ahead: str) -> None:
+    def go_on(self, key: str, value: "ArgumentValue", ahead: str) -> None:
         """Keep the value of `key`, behind which the next key stands in `ahead`; that stays held."""
         self.keep(key, value, is_more=True)
         self._draft.hold_again(ahead)

@@ -109,7 +109,10 @@ class MarkedArguments:
             except NotACall:
                 value.break_off()
                 raise
-            arguments.keep(key, value, is_more=place.way.end is None)
+            if place.way.end is None:
+                arguments.go_on(key, value, text.from_key(place.at.called, self.pairs.value.strip()))
+            else:
+                arguments.keep(key, value, is_more=False)
         return place.call_end(text.num_read)
 
     @property
@@ -212,6 +215,10 @@ class _Text:
                 return place
             if (found := self._read(char)) is not None:
                 return found
+
+    def from_key(self, key: str, lead: str) -> str:
+        """What was read last, from `key` on: that and `lead` behind it."""
+        return self._held[self._held.rindex(key, 0, len(self._held.rstrip()) - len(lead)) :]
 
     def _read(self, char: str) -> _Place | None:
         if self._nesting is None or not self._nesting.is_open:
