@@ -198,7 +198,7 @@ def begin_anew(path: Path) -> Opened:
     _own_folder(path.parent)
     with _alone(path.parent):
         if path.exists():
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error, UnicodeError):  # damaged, or with a broken name
                 _connect(path).close()
         return Opened(_create(path), {})
 

@@ -146,6 +146,20 @@ def test_a_server_whose_file_was_removed_leaves_the_file_of_another_one(
     again.file.close()
 
 
+@pytest.mark.parametrize("broken", [b"not a database", b"CREATE T\xffBLE rows"])
+def test_a_damaged_file_is_replaced_whatever_is_broken_in_it(tmp_path: Path, broken: bytes) -> None:
+    """Also where SQLite's message has a broken name in it, which is no text."""
+    path = tmp_path / NAME
+    opened = open_file(path)
+    opened.file.write({("node", b"1"): b"one"}.items())
+    opened.file.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"CREATE TABLE rows", broken) if b"rows" in broken else broken)
+    again = begin_anew(path)
+    assert again.file.is_in_place and not again.rows
+    again.file.close()
+
+
 def test_a_transaction_is_whole_or_not_there(tmp_path: Path) -> None:
     """A disk that is full in the middle of it leaves the one before; with room it goes on."""
     opened = open_file(tmp_path / NAME)
