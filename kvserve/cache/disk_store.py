@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of, read_head
 from kvserve.cache.disk_catalog import Catalog
-from kvserve.core.file_lock import try_lock
+from kvserve.core.file_lock import try_lock, wait_for_lock
 
 FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\.safetensors")
 """The names of our files below the root. Nothing else is ever touched: the root may hold model weights too."""
@@ -34,7 +34,6 @@ LOCK_SECONDS = 2.0
 HELD_SECONDS = 30.0
 """After such a wait failed, the lock is only tried for so long: the one disk thread reads for all requests."""
 
-POLL_SECONDS = 0.002
 FIRST_READ_BYTES = 65536
 
 NUM_PIECES = 8
@@ -113,13 +112,10 @@ class FolderStore:
                 self._has_lock = False
 
     def _take(self, descriptor: int) -> None:
-        now = time.monotonic()
-        until = now + (LOCK_SECONDS if now >= self._patient_from else 0.0)
-        while try_lock(descriptor, fcntl.LOCK_EX) is False:
-            if (now := time.monotonic()) >= until:
-                self._patient_from = now + HELD_SECONDS
-                raise FolderHeld(f"{self._root} is held by another server")
-            time.sleep(POLL_SECONDS)
+        seconds = LOCK_SECONDS if time.monotonic() >= self._patient_from else 0.0
+        if not wait_for_lock(descriptor, fcntl.LOCK_EX, seconds):
+            self._patient_from = time.monotonic() + HELD_SECONDS
+            raise FolderHeld(f"{self._root} is held by another server")
         self._patient_from = 0.0
 
     def free_bytes(self) -> int:

@@ -8,7 +8,7 @@ from itertools import groupby
 from kvserve.output.enforced import Enforced
 
 _TAG_PARTS = re.compile(r"(<[^<>]*>|\[/?[A-Z_]+\])")
-_SPACES = r"[ \t\r\n]*"
+SPACES = r"[ \t\r\n]*"
 _LINE_AT_END = re.compile(r"\s*\n\s*\Z")
 _MANY = 500
 _NAMEABLE = re.compile(r"<[!#-~]+>")
@@ -115,7 +115,7 @@ class Lark:
             head += gap * (index > 0 and not rest) + "".join(map(escaped, parts[:first]))
             rest += [f"/{gap}/"] * (index > 0 and bool(rest))
             rest += [self.tag("".join(parts[first:]))] * (first < len(parts))
-        barred = "|".join(_SPACES.join(map(escaped, end)) for end in ends)
+        barred = "|".join(SPACES.join(map(escaped, end)) for end in ends)
         is_short = not rest  # a lexeme that a token ends is as long as it can be, any other one as short
         if is_short and (line := _LINE_AT_END.search(tags[-1])) is not None:  # none of `ends` ends with it
             head, rest = head.removesuffix(escaped(line[0])), [quote(line[0])]
@@ -152,7 +152,7 @@ class Lark:
         if set(text) & set(stops):
             return f"/{line}/"
         again = (escaped(text[size:]) for size in range(1, len(text)) if text.endswith(text[:size]))
-        barred = "|".join((f"(?s:.*){_SPACES.join(map(escaped, half))}", *again))
+        barred = "|".join((f"(?s:.*){SPACES.join(map(escaped, half))}", *again))
         return self.terminal(line, barred=f"({barred})(?s:.*)")
 
     def free(self, tags: Collection[str]) -> list[str]:

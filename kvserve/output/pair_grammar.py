@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvserve.core import JSON_SPELLING, Spelling
 from kvserve.output.choices import OF_SCHEMAS, ONLY_TYPES, UNSAID_OF_OBJECTS, Choices, enumerated
 from kvserve.output.enforced import Enforced, allowed, allows_any_text, enforced
-from kvserve.output.lark import Lark, quote
+from kvserve.output.lark import SPACES, Lark, quote
 from kvserve.output.tool_parsers.arguments import (
     JSON_TYPES,
     STRING,
@@ -28,7 +28,6 @@ from kvserve.output.tool_parsers.form import Chain
 ANY_VALUE = Enforced({"type": sorted(JSON_TYPES - STRING)}, is_strict=True)
 """Whatever is no string."""
 
-_SPACES = r"[ \t\r\n]*"
 _PROBES: tuple[object, ...] = (0, -7, 1234567, 0.5, True, False, None, [], [None, {"q": []}], {}, {"q": [1]})
 """Values of every type but strings; what a schema says of one besides its type forbids some of them."""
 
@@ -67,7 +66,7 @@ class PairForm:
 
     def holds(self, text: str) -> bool:
         """Whether the reader takes no part of a value's text for its end."""
-        ends = ((_SPACES.join(map(re.escape, end)), f"{text}{''.join(end)}") for end in self.ends)
+        ends = ((SPACES.join(map(re.escape, end)), f"{text}{''.join(end)}") for end in self.ends)
         return not any((found := re.search(pattern, said)) and found.start() < len(text) for pattern, said in ends)
 
     def behind(self, *tags: str) -> Chain:

@@ -11,12 +11,11 @@ import fcntl
 import hashlib
 import os
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvserve.core.file_lock import try_lock
+from kvserve.core.file_lock import wait_for_lock
 from kvserve.sessions.journal import Kind, Rows
 
 FORMAT = 2
@@ -25,8 +24,6 @@ FORMAT = 2
 FILE_NAME = "records.sqlite"
 LOCK_WAIT_SECONDS = 3.0
 """How long a server that is just ending may hold the file, and one that is just starting the folder."""
-
-POLL_SECONDS = 0.01
 
 ROW_BYTES = 64
 """What a row takes beside its key and body, roughly."""
@@ -233,11 +230,8 @@ def _alone(folder: Path) -> Iterator[None]:
     removes what the other one has just begun. Raises FileHeld."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        until = time.monotonic() + LOCK_WAIT_SECONDS
-        while try_lock(descriptor, fcntl.LOCK_EX) is False:
-            if time.monotonic() >= until:
-                raise FileHeld("another server has it open")
-            time.sleep(POLL_SECONDS)
+        if not wait_for_lock(descriptor, fcntl.LOCK_EX, LOCK_WAIT_SECONDS):
+            raise FileHeld("another server has it open")
         yield
     finally:
         os.close(descriptor)

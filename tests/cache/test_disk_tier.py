@@ -533,8 +533,8 @@ def test_what_nobody_used_for_too_long_leaves(full: Path) -> None:
         assert disk.files() == [] and disk.tier.stats().total_bytes == 0
 
 
-def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound counts bytes; what is refused is asked for again once the queue is empty."""
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Whether a file is being written, and what each one waits for."""
     is_writing, may_write, real = threading.Event(), threading.Event(), FolderStore.write
 
     def write(self: FolderStore, name: BlobName, parts: object) -> int:
@@ -543,6 +543,12 @@ def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.
         return real(self, name, parts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FolderStore, "write", write)
+    return is_writing, may_write
+
+
+def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts bytes; what is refused is asked for again once the queue is empty."""
+    is_writing, may_write = hold_writes(monkeypatch)
     with Disk(tmp_path, replace(ROOMY, max_queued_bytes=400)) as disk:
         assert disk.say([7, 8, 9], flush=False)
         wait_until(is_writing.is_set)  # what the thread has taken out of the queue does not stand in it
@@ -674,14 +680,7 @@ def test_what_could_not_be_written_in_time_is_not_written_later(
 ) -> None:
     """The thread ends with the write it is at: another model is loaded by then, and what its users ask to be forgotten
     may wait in the queue of this one."""
-    is_writing, may_write, real = threading.Event(), threading.Event(), FolderStore.write
-
-    def write(self: FolderStore, name: BlobName, parts: object) -> int:
-        is_writing.set()
-        assert may_write.wait(WAIT_SECONDS)
-        return real(self, name, parts)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(FolderStore, "write", write)
+    is_writing, may_write = hold_writes(monkeypatch)
     with Disk(tmp_path) as disk:
         disk.say(LONG, flush=False)
         wait_until(is_writing.is_set)
