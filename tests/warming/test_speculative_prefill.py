@@ -149,9 +149,10 @@ def test_a_carrier_that_no_rule_knows_is_right_from_the_second_time_on(
 
 
 def ways_to_go_on(app: AppUnderTest, *, pauses: bool) -> list[Chat]:
-    """What is answered to a client that goes back and edits, and to one that goes on as expected."""
+    """What is answered to a client that goes on as expected, and then goes back and edits. In this order: whoever was
+    seen to edit is not guessed before it was seen to do otherwise, and when that is seen depends on pauses."""
     answers = []
-    for about in ("edited", "expected"):
+    for about in ("expected", "edited"):
         talk = start(app, KEPT, about)
         talk.ask(THOUGHT, SAID)
         if pauses:
