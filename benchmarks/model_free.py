@@ -176,6 +176,7 @@ class ModelFree:
         self._ids = GivenIds()
         self._recorded_ids: tuple[str, ...] = ()
         engine: Any = self.engine
+        bounds = self.model.output_format.thinking_bounds
         self.served = ServedModel(
             name="model-free",
             tokenizer=tokenizer,
@@ -185,6 +186,9 @@ class ModelFree:
             conversations=Conversations(identity_settings(settings)),
             output_format=self.model.output_format,
             added_tokens={token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()},
+            closing_ids=tokenizer.encode(bounds.closing)
+            if (bounds := self.model.output_format.thinking_bounds)
+            else (),
             engine=engine,
             defaults=request_defaults(settings),
             vocab_size=model.vocab_size,

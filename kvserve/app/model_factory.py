@@ -48,7 +48,7 @@ from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import Observer
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
-from kvserve.warming.prewarming import warm_learned
+from kvserve.warming.prewarming import UNKNOWN_TOKEN, warm_learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class ModelFactory:
             self.note(
                 f"{source.name}: answers to tools' results do not keep their own tokens in the next prompt: {lost}"
             )
+        bounds = output_format.thinking_bounds
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
         identity = replace(self.identity, limits=limits)
@@ -114,6 +115,7 @@ class ModelFactory:
             stitcher=stitcher,
             output_format=output_format,
             added_tokens=added_tokens,
+            closing_ids=tokenizer.encode(bounds.closing) if bounds is not None else (),
             engine=engine,
             defaults=self.defaults,
             vocab_size=max(sizes.vocab_size, tokenizer.vocab_size),
@@ -146,14 +148,19 @@ class ModelFactory:
 
     def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
         """The same model once its engine has loaded; what it was asked most often is computed once nobody waits."""
+        sized = served.with_rows(model.vocab_size)
+        if (lacking := tags_without_rows(served, sized)) is not None:
+            self.note(f"{served.name}: {lacking}")
         completed = replace(
-            served,
-            vocab_size=model.vocab_size,
+            sized,
             context_limit=model.context_limit,
             keeps_kv=model.cache_support.can_keep,
             images=self._images(served, model),
         )
-        warm_learned(completed, self.settings.prewarm_prefixes)
+        learned = warm_learned(completed, self.settings.prewarm_prefixes)
+        results = (each.result for each in learned)
+        if num_unknown := sum(result is not None and result.reason == UNKNOWN_TOKEN for result in results):
+            self.note(f"{served.name}: {num_unknown} learned beginnings hold a token that the model has no row for.")
         return completed
 
     def _images(self, served: ServedModel, model: LoadedModel) -> Images | None:
@@ -264,6 +271,17 @@ class ModelFactory:
         )
         engine.digest.expected = self.described[folder]
         return engine
+
+
+def tags_without_rows(served: ServedModel, sized: ServedModel) -> str | None:
+    """What is said of tags of a model's answers for whose tokens it has no row; None where it has all. `sized` is the
+    same model with its own rows."""
+    missing = served.added_tokens.keys() - sized.added_tokens.keys()
+    tags = dict.fromkeys(tag for tag in served.output_format.tags if any(token in tag for token in missing))
+    if not tags:
+        return None
+    instead = "an answer that must have it has it in letters" if sized.closing_ids else "thinking is not limited"
+    return f"the model has no row for a token of {', '.join(tags)}: a prompt with it is refused, {instead}"
 
 
 def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTokenizer]:

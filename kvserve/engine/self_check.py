@@ -87,7 +87,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     tokens = [(1 + 37 * place) % num_ids for place in range(num_tokens)]  # they differ from their neighbours
     with mx.stream(generation_stream):
         trial = _Trial(model.module, model.new_caches, tokens, model.leaf_forms, allows_noise=not unknown)
-        no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
+        no_batch = _why_not_batch(unknown, named) or _blocks_of(model.module) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = model.leaf_trouble or _why_not_exact(model) or _trouble(trial.copies)
         is_plain = model.quantiser is None and model.vision is None and can_be_padded(model.new_caches())
@@ -151,6 +151,20 @@ def _trouble(attempt: Callable[[], None]) -> str:
     if error is None:
         return ""
     return str(error) if isinstance(error, CachesDiffer) else described(error)
+
+
+def _blocks_of(module: Any) -> str:
+    """What is known of attention that chooses blocks of tokens, found by the numbers that it names; empty without.
+
+    Where rows are padded blocks are counted from the batch's first place, so beyond what is always read a shorter row
+    reads others than alone. That is thousands of tokens in a real model: longer rows than are tried at a start."""
+    for part in module.modules() if hasattr(module, "modules") else ():
+        held = {name: value for name, value in vars(part).items() if isinstance(value, int)}
+        size = next((value for name, value in held.items() if name.endswith("block_size")), 0)
+        count = next((value for name, value in held.items() if name.endswith("topk_blocks")), 0)
+        if size and count:
+            return f"of more than {size * count:,} tokens it reads blocks that are counted from the batch's first place"
+    return ""
 
 
 class _Trial:

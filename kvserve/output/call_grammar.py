@@ -15,14 +15,13 @@ from kvserve.errors import BadRequest
 from kvserve.output import harmony
 from kvserve.output.enforced import ANY_OBJECT, Enforced, described, enforced
 from kvserve.output.formats import OutputFormat
-from kvserve.output.lark import Lark, quote
+from kvserve.output.lark import SPACES, Lark, quote
 from kvserve.output.marked_grammar import MarkedGrammar, MarkedTool
 from kvserve.output.pair_grammar import PairForm, PairGrammar
 from kvserve.output.tool_parsers import derived, glm, hermes, qwen_coder
 from kvserve.output.tool_parsers import pairs as pair_reader
 
 _BARE = "qwen_coder_bare"
-_SPACES = r"[ \t\r\n]*"
 _SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
 _SHORT_SLOTS = {**_SLOTS, CallSlot.ID: "/[A-Za-z0-9]{9}/"}
 _GLM = PairForm(
@@ -189,7 +188,7 @@ class CallGrammar:
         middle = "".join(part for part in row.middle if isinstance(part, str))
         for tool in tools:
             arguments = self.lark.json(self._parameters(tool, by_schema=False))
-            body = self.lark.rule(f"/{_SPACES}/ {arguments} /{_SPACES}/ {self._any_of(row.closing)}")
+            body = self.lark.rule(f"/{SPACES}/ {arguments} /{SPACES}/ {self._any_of(row.closing)}")
             for opening in derived.bare_openings(row):
                 head = f"{opening}{tool.spec.name}{middle}"
                 first.append(f"{self.lark.spaced_opening(head)} {body}")

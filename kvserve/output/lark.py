@@ -88,6 +88,25 @@ class Lark:
         bodies = [self.terminal("|".join(map(escaped, whole)))] if len(whole) > _MANY else list(map(quote, whole))
         return [f"{body} {rest}" for body in (*[""] * (len(whole) < len(texts)), *bodies)]
 
+    def one_between(self, texts: Sequence[str], mark: str) -> list[str]:
+        """The same for texts of which none holds `mark` with behind it what may follow them. A lexeme ends at each mark
+        in a text, as those of free text do: else it would go on where another text has ended, and hide that one."""
+        if self.has_tokens(mark):
+            return self.one_of(texts, mark)
+        plain, rests_of, heads_before = list[str](), dict[str, list[str]](), dict[tuple[str, ...], list[str]]()
+        for head, inner, rest in (text.partition(mark) for text in texts):
+            if inner:
+                rests_of.setdefault(head, []).append(rest)
+            else:
+                plain.append(head)
+        for head, rests in rests_of.items():
+            heads_before.setdefault(tuple(rests), []).append(head)
+        ways = self.one_of(plain, mark)
+        for each, heads in heads_before.items():
+            first, behind = self.one_of(heads, mark), self.one_between(each, mark)
+            ways.append(f"({' | '.join(first)}) ({' | '.join(behind)})")
+        return ways
+
     def text_before(self, tag: str) -> str:
         """Free text and then `tag`."""
         free = "(?s:.*)"

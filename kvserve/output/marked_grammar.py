@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 
 from kvserve.core import CallParts, CallRow, PairParts, ToolSpec
 from kvserve.output.enforced import Enforced
-from kvserve.output.lark import Lark, escaped
+from kvserve.output.lark import SPACES, Lark, escaped
 from kvserve.output.tool_parsers.arguments import TypedArguments, closed_keys
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import NotACall
+from kvserve.output.tool_parsers.form import NotACall, Reader
 from kvserve.output.tool_parsers.marked import MarkedArguments
 from kvserve.output.tool_parsers.pairs import marked_of
 from kvserve.output.tool_parsers.row_paths import Blank, Offered, PathStep
 from kvserve.output.value_grammar import MemberForm, ValueGrammar
 
-_SPACES = r"[ \t\r\n]*"
 _NAME = r"[\p{L}\p{Nd}_.\-&&\p{Age=15.0}]+"
 """What a reader takes for any name, with any Python: the oldest, 3.12, knows no newer Unicode."""
 
@@ -130,26 +129,29 @@ class MarkedGrammar:
         next(scan)
         text = f"{pairs.between.join(each)}{end.end}{end.behind}"
         try:
-            for char in text[:-1]:
-                scan.send(char)
-        except (StopIteration, NotACall):
-            return False
-        try:
-            scan.send(text[-1])
-        except StopIteration:
-            return json.dumps(dict(arguments.call().arguments), sort_keys=True) == json.dumps(
-                dict(said), sort_keys=True
-            )
+            if not _ends_with(scan, text):
+                return False
+            read = dict(arguments.call().arguments)
         except NotACall:
             return False
-        return False
+        return json.dumps(read, sort_keys=True) == json.dumps(dict(said), sort_keys=True)
+
+
+def _ends_with(scan: Reader[object], text: str) -> bool:
+    """Whether a reader has ended with the last character of a text. Raises NotACall."""
+    for index, char in enumerate(text):
+        try:
+            scan.send(char)
+        except StopIteration:
+            return index == len(text) - 1
+    return False
 
 
 def _pattern(steps: Sequence[PathStep], names: frozenset[str]) -> str:
     """These steps as a regular expression, a blank of which is one of the names, any if there are none."""
     blank = f"({'|'.join(map(escaped, sorted(names)))})" if names else _BARRED_NAME
     texts = (
-        (_SPACES if step.spaced else "") + (blank if isinstance(step, Blank) else escaped(step.text)) for step in steps
+        (SPACES if step.spaced else "") + (blank if isinstance(step, Blank) else escaped(step.text)) for step in steps
     )
     return "".join(texts)
 

@@ -298,7 +298,7 @@ class ValueGrammar:
         if is_inner and not self.spelling.is_own:
             return [*self.lark.one_of(list(map(repr, texts)), ""), *others]
         opening, closing = self._marks
-        return [*(f"{self.lark.tag(opening)} {way}" for way in self.lark.one_of(texts, closing)), *others]
+        return [*(f"{self.lark.tag(opening)} {way}" for way in self.lark.one_between(texts, closing)), *others]
 
     def _literal(self, value: object, *, is_inner: bool) -> str:
         """A value as it is written, in the lexemes of the rules for any."""

@@ -191,6 +191,12 @@ class ControlTokens:
         return _SecondTokenizer.of(self._tokenizer.backend, self.tokens)
 
 
+def spelt_ids(tokenizer: Tokenizer, text: str, tokens: Collection[str]) -> tuple[int, ...]:
+    """The ids of a text of the server's own in which these added tokens are written in letters."""
+    control = ControlTokens(tokenizer, tokens)
+    return control.encode(control.marked(text))
+
+
 @dataclass(frozen=True, slots=True)
 class _SecondTokenizer:
     """The model's tokenizer with other names for control tokens: their usual names are plain text.

@@ -65,7 +65,7 @@ def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
     """Text or token ids that go to the model as they are."""
     raw = turn.raw_prompt or ()
     ids = served.tokenizer.encode(raw, add_special_tokens=True) if isinstance(raw, str) else raw
-    if not isinstance(raw, str) or _may_be_unknown(served):
+    if not isinstance(raw, str) or served.may_lack_rows:
         _refuse_unknown(ids, served, "prompt")
     if not ids:
         raise BadRequest("The prompt is empty.", param="prompt")
@@ -76,19 +76,12 @@ def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
     )
 
 
-def _may_be_unknown(served: ServedModel) -> bool:
-    """Whether the tokenizer has tokens that its model does not: Gemma 3's has one for pictures, its models of text
-    alone have no row for it."""
-    return served.tokenizer.vocab_size > served.vocab_size
-
-
 def _refuse_unknown(ids: Sequence[int], served: ServedModel, field: str) -> None:
-    """Raises BadRequest for a token without a row in the model: MLX reads whatever lies behind its embeddings."""
-    for token in ids:
-        if not 0 <= token < served.vocab_size:
-            has_text = 0 <= token < served.tokenizer.vocab_size
-            told = f"{served.tokenizer.decode([token])!r}, token {token}" if has_text else f"token {token}"
-            raise BadRequest(f"The prompt holds {told}, which the model does not have.", param=field)
+    """Raises BadRequest for a token without a row in the model."""
+    if (token := served.without_row(ids)) is not None:
+        has_text = 0 <= token < served.tokenizer.vocab_size
+        told = f"{served.tokenizer.decode([token])!r}, token {token}" if has_text else f"token {token}"
+        raise BadRequest(f"The prompt holds {told}, which the model does not have.", param=field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +182,7 @@ def _parting(
 def readable(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> tuple[PromptText, Stitched]:
     """The text of a turn and its ids, for all of which the model has rows. Raises BadRequest."""
     text, stitched = stitch(turn, reading, served)
-    if _may_be_unknown(served):
+    if served.may_lack_rows:
         _refuse_unknown(stitched.ids, served, "messages")
     return text, stitched
 

@@ -180,7 +180,6 @@ def _promise(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, prompt:
     """The grammar of tool choice, strict tools and response format. Raises BadRequest."""
     if turn.raw_prompt is not None:
         return build_raw_grammar(turn.response_format)
-    bounds = served.output_format.thinking_bounds
     return build_grammar(
         tools=tools,
         tool_choice=turn.tool_choice,
@@ -190,7 +189,7 @@ def _promise(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, prompt:
         added_tokens=served.added_tokens,
         start=AnswerStart(
             opens_thinking=prompt.opens_reasoning,
-            closing_ids=served.tokenizer.encode(bounds.closing) if bounds is not None else (),
+            closing_ids=served.closing_ids,
             may_think=served.is_thinking(turn),
             begun=served.output_format.content_of(prompt.begun),
         ),
@@ -212,24 +211,23 @@ def _thinking_limit(
     of the answer, whatever the request says. Who wants none has none: where the template cannot be told so, thinking is
     ended as it begins, unless the client's own last message began it. None where there is none to keep."""
     bounds = served.output_format.thinking_bounds
-    if turn.raw_prompt is not None or bounds is None:
+    if turn.raw_prompt is not None or bounds is None or not served.closing_ids:
         return None
     may_begin = served.is_thinking(turn) or served.template.thinks_unasked((bounds.opening, bounds.closing))
     if not (prompt.opens_reasoning or may_begin):
         return None
-    closing_ids = served.tokenizer.encode(bounds.closing)
     limits = [max(1, max_tokens // 2)] if promise.is_whole else []
     if not (served.is_thinking(turn) or (prompt.opens_reasoning and prompt.continues)):
         limits.append(0)
     if turn.thinking.max_num_tokens is not None:
-        limits += [turn.thinking.max_num_tokens, max(0, max_tokens - len(closing_ids) - 1)]
+        limits += [turn.thinking.max_num_tokens, max(0, max_tokens - len(served.closing_ids) - 1)]
     if not limits:
         return None
     return ThinkingLimit(
         max_num_tokens=min(limits),
         opening=bounds.opening,
         closing=bounds.closing,
-        closing_ids=closing_ids,
+        closing_ids=served.closing_ids,
         anywhere=bounds.anywhere,
         is_open=prompt.opens_reasoning,
         decode=served.tokenizer.decode,

@@ -1,15 +1,16 @@
 """Everything that belongs to one model, as requests hold it from their first to their last step: its parts, and what of
 them has to be forgotten with a turn. What is done with them is in `prompt_of_turn.py` and `serve.py`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvserve.core import Principal, RequestDefaults, Turn
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import OutputFormat
 from kvserve.prompt.boundaries import MessageMarkers
+from kvserve.prompt.control import spelt_ids
 from kvserve.prompt.images import Images
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
@@ -20,7 +21,11 @@ from kvserve.requests.turn_facts import Observer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything that belongs to one model; a request holds it from its first to its last step."""
+    """Everything that belongs to one model; a request holds it from its first to its last step.
+
+    `added_tokens` are the tokenizer's with an id below `vocab_size`, once that is the model's own. `closing_ids` is how
+    the model can write the end of its thinking; () where it cannot, or does not think.
+    """
 
     name: str
     tokenizer: Tokenizer
@@ -30,6 +35,7 @@ class ServedModel:
     conversations: Conversations
     output_format: OutputFormat
     added_tokens: Mapping[str, int]
+    closing_ids: tuple[int, ...]
     engine: Engine
     defaults: RequestDefaults
     vocab_size: int
@@ -41,6 +47,27 @@ class ServedModel:
     call_ids: CallIds | None = None
     unheld_calls: str | None = None
     """Why calls in the form of the model's own template are not held, where they are not."""
+
+    def with_rows(self, vocab_size: int) -> "ServedModel":
+        """The same of a model that has rows for the tokens below `vocab_size`: what it is made to write has one. A tag
+        whose own token has none is written in letters."""
+        added = {token: id for token, id in self.added_tokens.items() if id < vocab_size}
+        closing_ids, bounds = self.closing_ids, self.output_format.thinking_bounds
+        missing = self.added_tokens.keys() - added.keys()
+        if bounds is not None and any(token in bounds.closing for token in missing):
+            closing_ids = spelt_ids(self.tokenizer, bounds.closing, missing)
+        sized = replace(self, vocab_size=vocab_size, added_tokens=added)
+        return replace(sized, closing_ids=closing_ids if sized.without_row(closing_ids) is None else ())
+
+    def without_row(self, ids: Sequence[int]) -> int | None:
+        """The first of these tokens that the model has no row for: MLX reads whatever lies behind its embeddings."""
+        return next((token for token in ids if not 0 <= token < self.vocab_size), None)
+
+    @property
+    def may_lack_rows(self) -> bool:
+        """Whether the tokenizer has tokens that its model does not: Gemma 3's has one for pictures, its models of text
+        alone have no row for it."""
+        return self.tokenizer.vocab_size > self.vocab_size
 
     def clear_memos(self) -> None:
         """Forget the words of earlier prompts that are kept only to be faster."""

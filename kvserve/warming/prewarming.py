@@ -20,6 +20,8 @@ from kvserve.warming.next_turn_predictor import FIRST_WORDS
 WAIT_SECONDS = 600.0
 """An engine that found no time in so long will find none."""
 
+UNKNOWN_TOKEN = "unknown token"
+
 
 def prewarm(turn: Turn, served: ServedModel) -> Warming:
     """Have what requests with these messages and tools begin with computed soon, unless their owner was forgotten since
@@ -28,8 +30,12 @@ def prewarm(turn: Turn, served: ServedModel) -> Warming:
         job = _job(turn, served)
         if may_keep:
             return served.engine.warm(job)
+    return _dropped(job, "forgotten")
+
+
+def _dropped(job: WarmJob, reason: str) -> Warming:
     dropped = Warming(job)
-    dropped.drop("forgotten")
+    dropped.drop(reason)
     return dropped
 
 
@@ -52,7 +58,8 @@ def _job(turn: Turn, served: ServedModel) -> WarmJob:
 def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
     """Have the beginnings computed that this model was asked most often; nobody waits for it. Where tenants are apart
     one is computed for each that used it twice, and for nobody else, to whom it would say that somebody used it; what
-    is computed is nobody's by name, so that it goes with whoever is forgotten.
+    is computed is nobody's by name, so that it goes with whoever is forgotten. One with a token that the model has no
+    row for is dropped: it was learned before such prompts were refused.
     """
     learned = served.conversations.most_used_prefixes(num_beginnings)
     if served.isolates_tenants:
@@ -60,17 +67,19 @@ def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
         wanted.sort(key=lambda use: use[0], reverse=True)
     else:
         wanted = [(each.num_uses, "", each) for each in learned]
-    return [
-        served.engine.warm(
-            WarmJob(
-                TokenSequence(beginning.ids),
-                "learned",
-                (MessageStart(beginning.first_message, is_user=False),),
-                ends_before_user=True,
-                partition=served.partition_of(name),
-            )
+    jobs = [
+        WarmJob(
+            TokenSequence(beginning.ids),
+            "learned",
+            (MessageStart(beginning.first_message, is_user=False),),
+            ends_before_user=True,
+            partition=served.partition_of(name),
         )
         for _, name, beginning in wanted[:num_beginnings]
+    ]
+    return [
+        served.engine.warm(job) if served.without_row(job.tokens.ids) is None else _dropped(job, UNKNOWN_TOKEN)
+        for job in jobs
     ]
 
 

@@ -5,6 +5,7 @@ import itertools
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx import nn
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
+from benchmarks.tiny_families import write_model
 from kvserve.engine import leaf_forms
 from kvserve.engine import self_check as self_check_module
 from kvserve.engine.kv_buffers import BatchKv, RowKv
@@ -266,3 +268,16 @@ def test_forbidden_tokens_do_not_count_and_no_number_is_an_error() -> None:
     assert 0 < error(logits + mx.array([0.0, 0.01, 0.0, 0.0]), logits) < 0.01
     assert not error(mx.array([1.0, -2.0, 3.0, 4.0]), logits) <= 1
     assert not error(mx.array([1.0, mx.nan, -mx.inf, 4.0]), logits) <= 1
+
+
+def test_attention_to_chosen_blocks_is_not_batched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row beside a longer one reads other blocks than alone, which rows as short as a start tries do not show."""
+    model = load(write_model(tmp_path, "mlx-lm", "minimax_m3_vl"), 4096)
+    support = check_caches(model)
+    assert support.can_keep and not support.can_batch and not support.can_pad
+    assert "of more than 32 tokens it reads blocks" in support.notes[0]
+    monkeypatch.setattr(self_check_module, "_blocks_of", lambda module: "")
+    assert check_caches(model).can_batch
+    monkeypatch.setattr(self_check_module, "LONG_ROW_TOKENS", 100)
+    monkeypatch.setattr(self_check_module, "SHORT_ROW_TOKENS", 45)
+    assert "its logits are off by" in check_caches(model).notes[0]

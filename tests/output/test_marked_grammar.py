@@ -3,7 +3,7 @@
 import json
 import random
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -404,6 +404,85 @@ def test_an_enumeration_may_be_long(name: str) -> None:
         for value, is_right in (("", True), ("v 7", True), ("v 777", True), ("v 2500", False)):
             text = said(name, ("choose", {"a": [value, value] if is_list else value}))
             assert case.accepts(grammar, text) is is_right, text
+
+
+HIDING = {
+    "quoted": ("", "x", "x'", "x')", "x')]", "x')]'", "x', y", "x', ", "x', b", "y", "'", "')", "', any", "'), c"),
+    "own": ("", "x", "x<|s|>", "x<|s|>}", "x<|s|>}<call", "<|s|>}}", "<|s|>,", "<|s|>, b", "x<|s|><|s|>}", "}<call|>"),
+}
+"""Texts that go on like one another, a mark, and the beginning of what ends a string there."""
+
+
+@every_setup
+def test_no_choice_between_marks_hides_another(name: str) -> None:
+    """Each of an enumeration is written, alone and before another member, and read back; a lexer does not go back."""
+    case, choices = setup(name), HIDING[name.partition(",")[0]]
+    if name == "own, tokens":
+        choices = tuple(each for each in choices if "<|s|>" not in each and "<call|>" not in each)
+    tool = closed({"a": {"enum": [*choices, 1, None]}, "b": {"enum": choices}}, "a")
+    promise = case.promise(REQUIRED, tools=(tool,))
+    assert not promise.notes
+    for value in (*choices, 1, None):
+        for members in ({"a": value}, {"a": value, "b": "x"}, {"a": "x", "b": choices[0] if value is None else value}):
+            text = said(name, ("choose", members))
+            is_right = members.get("b", "x") in choices
+            assert case.accepts(promise.grammar, text) is is_right, text
+            assert calls_in(name, text, (tool,)) == [("choose", members)], text
+
+
+PIECES = {
+    "quoted": ("x", "y", "'", "')", "', ", "', b=", "','", "')]", "')]<|calls_end|>", " ", "\n", '"', ","),
+    "own": ("x", "<|s|>", "<|s|>}", "<|s|>,", "<|s|>,b:", "<|s|>]", "}<call|>", "<|s", "|>", ",", "}", " ", "\n", "'"),
+}
+
+
+@every_setup
+@given(data=st.data())
+@settings(max_examples=num_examples(6), deadline=None)
+def test_every_choice_between_marks_is_written_or_told(name: str, data: st.DataObject) -> None:
+    """Whatever they begin with and hold, of an argument, in a list and in an object; what is written is read back."""
+    pieces = st.lists(st.sampled_from(PIECES[name.partition(",")[0]]), max_size=3).map("".join)
+    drawn = data.draw(st.lists(pieces, min_size=2, max_size=4, unique=True))
+    longer = [each + data.draw(pieces) for each in drawn]
+    choices = [each for each in dict.fromkeys((*drawn, *longer)) if "tokens" not in name or is_told(name, each)]
+    case, enum = setup(name), {"enum": choices}
+    inside = closed({"k": enum}, "k").parameters
+    ways: Sequence[tuple[object, Callable[[str], object]]] = (
+        (enum, lambda each: each),
+        ({"type": "array", "items": enum}, lambda each: [each, each]),
+        (inside, lambda each: {"k": each}),
+    )
+    schema, within = data.draw(st.sampled_from(ways))
+    tool = closed({"a": schema, "b": {"type": "string"}}, "a", is_strict=False)
+    promise = case.promise(REQUIRED, tools=(tool,))
+    for choice in choices:
+        if f": {choice!r}, which" in " ".join(promise.notes):
+            continue
+        for members in ({"a": within(choice)}, {"a": within(choice), "b": "c"}):
+            text = said(name, ("choose", members))
+            assert case.accepts(promise.grammar, text), text
+            assert calls_in(name, text, (tool,)) == [("choose", members)], text
+
+
+@one_setup
+def test_many_choices_with_marks_in_them_are_written(name: str) -> None:
+    """More than a parser follows at once."""
+    case, mark = setup(name), "'" if name == "quoted" else "|s"
+    for form in ("it{mark}s {number}", "{number}{mark}s"):
+        choices = [form.format(mark=mark, number=number) for number in range(600)]
+        grammar = case.grammar(REQUIRED, tools=(closed({"a": {"enum": ["it", "7", *choices]}}, "a"),))
+        for value in (choices[7], choices[577], "it", "7"):
+            assert case.accepts(grammar, said(name, ("choose", {"a": value}))), value
+        assert not case.accepts(grammar, said(name, ("choose", {"a": choices[7] + "x"})))
+
+
+@every_setup
+def test_a_choice_that_would_be_read_as_members_is_told(name: str) -> None:
+    """Also one that would be read as the same member twice, which no call has."""
+    case, again = setup(name), "', b='y', b='" if name == "quoted" else "<|s|>,b:<|s|>y<|s|>,b:<|s|>"
+    promise = case.promise(REQUIRED, tools=(closed({"a": {"enum": ["x", again]}, "b": {}}, "a", is_strict=False),))
+    assert any(f"{again!r}, which" in note for note in promise.notes)
+    assert case.accepts(promise.grammar, said(name, ("choose", {"a": "x"})))
 
 
 @every_setup

@@ -1,17 +1,18 @@
 """Which prompts are refused before a model sees them, on a served model without weights."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks.model_free import ModelFree
-from kvserve.core import RequestId
+from kvserve.core import GenerationRequest, RequestId
 from kvserve.errors import BadRequest
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.protocols.openai_completions import parse_completion
 from kvserve.requests.prompt_of_turn import prompt_of, shared_beginning
-from kvserve.requests.serve import count_tokens, preview
+from kvserve.requests.serve import count_tokens, preview, serve_turn
 from kvserve.requests.served_model import ServedModel
 from tests.models import tiny_model
 
@@ -62,3 +63,39 @@ def test_a_template_that_writes_such_a_token_is_refused(served: ServedModel) -> 
             refused()
         words.add((str(raised.value), raised.value.param))
     assert len(words) == 1
+
+
+def asked_of(served: ServedModel, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> GenerationRequest:
+    """What the engine is asked for."""
+    seen: list[GenerationRequest] = []
+    submit = served.engine.submit
+    monkeypatch.setattr(served.engine, "submit", lambda request: (seen.append(request), submit(request))[1])
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    serve_turn(parse_chat(body, {}, served.defaults, RequestId("chat")).turn, served)
+    return seen[0]
+
+
+def test_the_end_of_thinking_is_written_in_tokens_that_the_model_has(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In letters where the tag's own token has no row: a forced one would be read past the end of the logits, and a
+    promised form would wait behind it for ever. A model that has it writes the token."""
+    [closing] = served.tokenizer.encode("</think>")
+    fields = {"reasoning": {"max_tokens": 4}, "response_format": {"type": "json_object"}}
+    whole = asked_of(served.with_rows(served.vocab_size), monkeypatch, **fields)
+    assert whole.thinking_limit is not None and whole.thinking_limit.closing_ids == (closing,)
+    smaller = served.with_rows(closing)
+    cut = asked_of(smaller, monkeypatch, **fields)
+    assert cut.thinking_limit is not None and cut.grammar is not None
+    ids = cut.thinking_limit.closing_ids
+    assert max(ids) < closing and served.tokenizer.decode(ids) == "</think>"
+    assert closing not in cut.grammar.after and "</think>" not in re.sub('"[^"]*"', "", cut.grammar.lark)
+
+
+def test_thinking_without_an_end_that_the_model_can_write_is_not_limited(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where even the letters of the tag have no row; the answer's notes say so."""
+    unwritable = replace(served, closing_ids=())
+    request = asked_of(unwritable, monkeypatch, reasoning={"max_tokens": 4})
+    assert request.thinking_limit is None

@@ -3,6 +3,7 @@ used most."""
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,17 @@ def test_what_is_not_to_last_is_not_learned(tmp_path: Path) -> None:
         assert len(app.served.conversations.most_used_prefixes(9)) == 1
         app.clear_cache()
         assert app.served.conversations.most_used_prefixes(9) == ()
+
+
+def test_a_beginning_with_a_token_that_the_model_has_no_row_for_is_not_computed(app: AppUnderTest) -> None:
+    """Records of before such prompts were refused may hold one; a beginning of tokens with rows is computed."""
+    for said in ("List the files.", "Count them."):
+        ask(app, said)
+    [beginning] = app.served.conversations.most_used_prefixes(9)
+    for num_rows, state in ((max(beginning.ids), "dropped"), (max(beginning.ids) + 1, "done")):
+        [warmed] = warm_learned(replace(app.served, vocab_size=num_rows), 4)
+        result = warmed.wait(60)
+        assert result is not None and result.state == state, num_rows
 
 
 def test_a_model_that_is_not_ready_is_not_waited_for(tmp_path: Path) -> None:
