@@ -4,7 +4,7 @@ It knows tags and keys, no form that has them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvserve.output.tool_parsers.form import END, NOT_IN_KEYS, SPACE, Chain, NotACall, Reader, skip_space
 
@@ -64,10 +64,13 @@ class _ChainPlace:
         num_last = self.num_last + self.lacks_end
         if char != tag[self.offset]:
             is_between = self.offset == 0 and self.index and char in SPACE
-            return replace(self, num_last=num_last) if is_between else None
+            return self._at(self.index, self.offset, num_last) if is_between else None
         is_whole = self.offset + 1 == len(tag)
-        offset = 0 if is_whole else self.offset + 1
-        return replace(self, index=self.index + is_whole, offset=offset, num_last=num_last)
+        return self._at(self.index + is_whole, 0 if is_whole else self.offset + 1, num_last)
+
+    def _at(self, index: int, offset: int, num_last: int) -> "_ChainPlace":
+        """Another place of the same text, without `replace`: this is done for each character that a model writes."""
+        return _ChainPlace(self.start, self.chain, index, offset, num_last, self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,9 @@ class _Lacking:
 class _Ends:
     """All places at once at which a text may be at its end."""
 
-    chains: Sequence[Chain]
     next_key: NextKey | None
+    beginnings: tuple[Chain, ...]
+    """What a text may end with, or what precedes a key: each begins where its first character stands."""
     places: list[_ChainPlace] = field(default_factory=list)
     key: _KeyPlace | None = None
     """A key holds no tags that precede one, so the last of several is it."""
@@ -125,9 +129,8 @@ class _Ends:
 
     def move(self, char: str, now: int) -> _ChainPlace | None:
         """Read the character at `now`; the place of what ends with it."""
-        here = [*self.places, *self._leads(now), *(_ChainPlace(now, chain) for chain in self.chains)]
-        if self.next_key is not None:
-            here.append(_ChainPlace(now, self.next_key.tags))
+        here = [*self.places, *self._leads(char, now)]
+        here += [_ChainPlace(now, chain) for chain in self.beginnings if chain[0][0] == char]
         if char in NOT_IN_KEYS:
             self.key = None
         self.places, ended = [], None
@@ -146,14 +149,14 @@ class _Ends:
     def _precedes_key(self, place: _ChainPlace) -> bool:
         return self.next_key is not None and place.key is None and place.chain == self.next_key.tags
 
-    def _leads(self, now: int) -> list[_ChainPlace]:
-        """The leads that may begin at `now`, behind a key."""
+    def _leads(self, char: str, now: int) -> list[_ChainPlace]:
+        """The leads that begin with `char` at `now`, behind a key."""
         if self.next_key is None or self.key is None:
             return []
         if now == self.key.key_start and not self.next_key.may_be_empty:
             return []
         key = (self.key.key_start, now)
-        return [_ChainPlace(self.key.start, lead, key=key) for lead in self.next_key.leads]
+        return [_ChainPlace(self.key.start, lead, key=key) for lead in self.next_key.leads if lead[0][0] == char]
 
 
 def text_before(
@@ -171,9 +174,10 @@ def text_before(
     `may_lack_end` are then whole without their last tag, also where other text follows the first of them: from there on
     `put` gets nothing before it is known.
     """
-    firsts = frozenset(chain[0][0] for chain in (*chains, *((next_key.tags,) if next_key is not None else ())))
+    beginnings = (*chains, *((next_key.tags,) if next_key is not None else ()))
+    firsts = frozenset(chain[0][0] for chain in beginnings)
     held, num_put = "", 0
-    ends = _Ends(chains, next_key)
+    ends = _Ends(next_key, beginnings)
     lacking: _Lacking | None = None
     while True:
         char = yield
