@@ -1,9 +1,9 @@
 """What a start finds out about a tiny model is found out once per process, by whichever test starts it first.
 
-The trial of a model's caches, the first two tokens and the probing of its chat template take two thirds of a start, and
-always find the same: they depend on the model's folder, on how its KV is quantised, on the classes of its caches and on
-the template alone.
-Tests of the two themselves call `check_caches` and `ChatTemplate` directly, where nothing is remembered.
+The trials of a model's caches and of an image, the first two tokens, the probing of its chat template and the proof of
+how that writes calls take most of a start, and always find the same: they depend on the model's folder, on how its KV
+is quantised, on the classes of its caches and on the template alone.
+Tests of these themselves call `check_caches`, `ChatTemplate` and `row_of_calls` directly, where nothing is remembered.
 """
 
 import gc
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from kvserve.app import model_swap
+from kvserve.app import model_factory, model_swap
 from kvserve.core import SamplingParams
-from kvserve.engine import engine_start
+from kvserve.engine import engine_start, vision_check
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel, Looking
 from kvserve.engine.model_files import file_stamps
@@ -34,15 +34,18 @@ _loading = threading.local()
 
 _fingerprints: dict[Any, str] = {}
 _verdicts: dict[Any, CacheSupport] = {}
+_seen: dict[Any, Any] = {}
 _drawn: set[Any] = set()
 _profiles: dict[Any, Any] = {}
+_rows: dict[Any, Any] = {}
 
 _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
 """A swap of models collects what was frozen too: of a server its modules, of a process of tests every collected test as
 well, which takes a third of a second. Here nothing is frozen, so what a model leaves is collected without that."""
 
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
-_probed = template._probed
+_probed, _row_of_calls = template._probed, model_factory.row_of_calls
+_check_vision = vision_check.check_vision
 _surroundings = engine_start.surroundings
 _surroundings_once = cache(_surroundings)
 """The files of the libraries are looked through once: there are four thousand."""
@@ -68,6 +71,17 @@ def _check_caches_once(model: LoadedModel) -> CacheSupport:
     return _verdicts[key]
 
 
+def _check_vision_once(module: Any, vision: Any, vocab_size: int) -> Any:
+    """What a test has replaced in the trial is part of the key. What raised is tried again."""
+    loaded = _loading.__dict__.get("key")
+    if loaded is None:
+        return _check_vision(module, vision, vocab_size)
+    key = (loaded, vision_check.MAX_ERROR, *vars(vision_check._ImageTrial).values())
+    if key not in _seen:
+        _seen[key] = _check_vision(module, vision, vocab_size)
+    return _seen[key]
+
+
 def _draw_two_tokens_once(scheduler: Scheduler, sampling: SamplingParams) -> None:
     """A model that could not generate is tried again."""
     key = _loading.__dict__.pop("key", None)
@@ -84,6 +98,14 @@ def _probed_once(compiled: Any, row: Any = None) -> Any:
     return _profiles[key]
 
 
+def _row_of_calls_once(tokenizer: Any) -> Any:
+    """Frozen as well: texts, and patterns made of them."""
+    key = (tokenizer.chat_template, tuple(sorted(tokenizer.template_variables.items())))
+    if key not in _rows:
+        _rows[key] = _row_of_calls(tokenizer)
+    return _rows[key]
+
+
 @contextmanager
 def remembered_starts() -> Iterator[None]:
     """Meanwhile a start takes from the ones before what it would find out again. What a test has replaced stays so."""
@@ -92,10 +114,14 @@ def remembered_starts() -> Iterator[None]:
             patch.setattr(engine_start, "load", _load_and_note)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
             patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
+        if vision_check.check_vision is _check_vision:
+            patch.setattr(vision_check, "check_vision", _check_vision_once)
         if engine_start.surroundings is _surroundings:
             patch.setattr(engine_start, "surroundings", _surroundings_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
+        if model_factory.row_of_calls is _row_of_calls:
+            patch.setattr(model_factory, "row_of_calls", _row_of_calls_once)
         if not IS_FULL:
             patch.setattr(model_swap, "gc", _THAWED_GC)
         yield
