@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.errors import BadRequest
 from kvserve.proxy.envelope import chat_envelope
+from tests.laws import IS_FULL
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -18,6 +19,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=100 if IS_FULL else 20)
 @given(messages=JSON, stream=JSON, options=JSON)
 def test_whatever_the_messages_are_the_envelope_is_plain(messages: Any, stream: Any, options: Any) -> None:
     """Known roles, text or text parts, a true boolean: nothing that LiteLLM could stumble over."""

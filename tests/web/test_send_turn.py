@@ -142,7 +142,7 @@ def num_descriptors() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
-@pytest.mark.parametrize("num_clients", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_clients", [8, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("script", "num_chunks"), [((None,), 1), ((*[ContentDelta("x"), 0.02] * 500,), 3)], ids=["prefill", "decode"]
 )
