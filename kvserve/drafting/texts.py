@@ -171,7 +171,10 @@ class _Found:
         if len(self.index) - self.num_common < min(ENDING_TOKENS, self.num_common):
             return True
         ending = self.index.tokens[-ENDING_TOKENS:]
-        ends = takewhile(lambda end: end >= self.num_common, index.ends_of(*ending[-NGRAM_TOKENS:]))
+        if len(ending) < ENDING_TOKENS:
+            return False
+        first = max(self.num_common, len(ending) - 1)
+        ends = takewhile(lambda end: end >= first, index.ends_of(*ending[-NGRAM_TOKENS:]))
         return any(index.tokens[end + 1 - len(ending) : end + 1] == ending for end in ends)
 
 
