@@ -31,7 +31,7 @@ ENDING_TOKENS = 16
 """So much of an answer's end shows that it is the same answer."""
 
 
-class _Shelf:
+class _ReaderTexts:
     """What is kept of one reader: texts, least recently used first, and how its drafts fared."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class DraftTexts:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._shelves: dict[tuple[str, str, str | None], _Shelf] = {}
+        self._shelves: dict[tuple[str, str, str | None], _ReaderTexts] = {}
         self._used: OrderedDict[KeptText, None] = OrderedDict()  # of all readers, least recently used first
         self._num_kept_bytes = 0
         self._running: WeakSet[TextDrafter] = WeakSet()
@@ -133,7 +133,7 @@ class DraftTexts:
         self._num_kept_bytes -= text.index.num_bytes if text in self._used else 0
         text.index = index
         self._num_kept_bytes += index.num_bytes
-        for texts in (self._used, self._shelves.setdefault(text.owner.reader, _Shelf()).texts):
+        for texts in (self._used, self._shelves.setdefault(text.owner.reader, _ReaderTexts()).texts):
             texts[text] = None
             texts.move_to_end(text)
 
