@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvserve.core.drafting import Draft, DraftSource
 from kvserve.drafting.acceptance import ANSWER_RATE, Acceptance, base_logit, chance
-from kvserve.drafting.kept_text import KeptText
+from kvserve.drafting.kept_text import NO_WORDS, KeptText
 from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
 
 MAX_PLACES = 8
@@ -57,13 +57,13 @@ class TextDrafter:
         prediction: Sequence[int] = (),
         *,
         text: KeptText | None = None,
+        offcut: TextIndex = NO_WORDS,
         records: Sequence[tuple[KeptText, int]] = (),
         acceptance: Acceptance | None = None,
     ) -> None:
-        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not."""
-        before = prompt[
-            -2 * MAX_MATCH_TOKENS :
-        ]  # what matches in its last half matches whole, and goes on in the answer
+        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not; `offcut`: what was
+        said in it and is not in the prompt."""
+        before = prompt[-2 * MAX_MATCH_TOKENS :]  # matches in its last half are whole, and go on in the answer
         self.text = text
         self.conversation = conversation
         self._num_before = len(before)
@@ -71,6 +71,7 @@ class TextDrafter:
         self._answer = TextIndex(before)
         # behind the prompt's end, where it begins; and wherever a few of its tokens come again
         self._prediction = TextIndex([*before, *prediction] if prediction else ())
+        self._offcut = offcut
         self._records = tuple(records)
         self._fared = Acceptance() if acceptance is None else acceptance
         self._fared_here = Acceptance(ANSWER_RATE)
@@ -126,6 +127,7 @@ class TextDrafter:
         _look_up(tail, "prediction", self._prediction, found)
         _look_up(tail, "conversation", self._answer, found, start=self._num_before - self._num_both)
         _look_up(tail, "conversation", self.conversation, found, stop=len(self.conversation) - self._num_both)
+        _look_up(tail, "records", self._offcut, found)
         for text, start in self._records:
             _look_up(tail, "records", text.index, found, start)
         found.sort(key=_by_length, reverse=True)
