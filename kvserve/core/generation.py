@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvserve.core.drafting import Drafter, Drafting
 from kvserve.core.messages import Message
 from kvserve.core.requests import ImageInput, ImageSpan, RequestId, SamplingParams
 
@@ -84,6 +85,7 @@ class GenerationRequest:
     it; None where that is not known. `images` has every image that the prompt's spans name, once. What was
     computed for one `partition` is never reused in another one. `is_forgotten`: its owner was forgotten since it came,
     so nothing of it is kept. `num_top_logprobs`: tokens come with log-probabilities, and so many likeliest ones.
+    `drafter`: what may come next is drafted by it, None where nothing is.
     """
 
     request_id: RequestId
@@ -101,6 +103,7 @@ class GenerationRequest:
     partition: str = ""
     is_forgotten: bool = False
     num_top_logprobs: int | None = None
+    drafter: Drafter | None = None
 
 
 ReuseTier = Literal["nothing", "ram", "live row", "disk", "warmed"]
@@ -183,6 +186,7 @@ class GenerationDone:
     num_cached_tokens: int
     num_generated_tokens: int
     timing: GenerationTiming
+    drafting: Drafting = Drafting()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,62 @@
+"""What may be the next tokens of an answer before the model has drawn them (speculative decoding), and what became of
+it. Whoever drafts knows tokens only; the model draws every token itself, so a draft changes how fast an answer comes and
+never what it says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+DraftSource = Literal["prediction", "conversation", "records", "grammar", "draft model"]
+"""`prediction`: the client's own; `conversation`: what the prompt and the answer so far say; `records`: what else the
+same principal's models read and wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may come next; `chances[i]` is how likely `tokens[i]` is, where all before it were right."""
+
+    tokens: tuple[int, ...]
+    chances: tuple[float, ...]
+    source: DraftSource
+
+
+class Drafter(Protocol):
+    """Drafts for one answer. It is made on any thread and then belongs to the engine's; its methods neither block nor
+    raise."""
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take these in as the answer's next tokens."""
+
+    def propose(self, max_num_tokens: int) -> Draft | None:
+        """What may follow the tokens so far, at most so many; None where nothing is known that is likely enough."""
+
+    def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
+        """Hear that the first `num_tried` tokens of a draft went through the model, which drew `num_accepted` of them
+        itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens of one source that went through the model as a draft, and those of them that it drew itself."""
+
+    num_tokens: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What drafts did for one answer: `num_steps` passes of the model gave its tokens. `seconds_saved` is measured:
+    what its tokens would have taken one by one, less what they took."""
+
+    by_source: Mapping[DraftSource, Drafted] = field(default_factory=dict)
+    num_steps: int = 0
+    seconds_saved: float = 0.0
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.by_source.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(each.num_accepted for each in self.by_source.values())
