@@ -321,7 +321,7 @@ class Server:
         """The body of GET /v1/cache. Raises NotReady."""
         served = self._pool.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
-        body = cache_body(report, totals, self.observability.num_rejections)
+        body = cache_body(report, totals, self.observability.num_rejections, self.observability.speculation())
         memory = served.engine.status.memory
         body = {**body, "memory": memory_body(memory) if memory is not None else None}
         return {**body, **image_fields(served.engine.image_report())}
