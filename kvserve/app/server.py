@@ -342,8 +342,7 @@ class Server:
         if is_unnamed or any(known.conversations.awaits_archive for known in self._pool.known()):
             self._pool.forget_records(Scope())  # which file of records is theirs is not known
         for known in self._pool.known():
-            known.conversations.clear()
-            known.clear_memos()
+            known.clear()
         self.observability.clear()
         if self._next_turns is not None:
             self._next_turns.clear()

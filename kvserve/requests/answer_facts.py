@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 from kvserve.canonical.canonicalise import rules_off
 from kvserve.core import Drafting, GenerationDone, Message, PrefillProgress, RequestId, Reuse, Turn
+from kvserve.drafting.text_drafter import TextDrafter
 from kvserve.engine.rows import RequestHandle
 from kvserve.errors import RequestError
 from kvserve.explain.explanation import Asked, Circumstances, Explanation, explain
@@ -29,7 +30,8 @@ NO_DRAFTS = Drafting()
 @dataclass(frozen=True)
 class Submitted:
     """A turn as it was given to the engine. `cut_by` is whose limit the answer has; `raw_before`: what a raw prompt is
-    compared with; `unread`: why nothing of before the start can be found, if that is so."""
+    compared with; `unread`: why nothing of before the start can be found, if that is so; `drafter`: what drafts its answer,
+    None where nothing does."""
 
     turn: Turn
     served: ServedModel
@@ -39,6 +41,7 @@ class Submitted:
     cut_by: LengthLimit
     raw_before: RawRecord | None
     unread: str
+    drafter: TextDrafter | None
 
     @property
     def request_id(self) -> RequestId:
