@@ -30,8 +30,8 @@ NO_DRAFTS = Drafting()
 @dataclass(frozen=True)
 class Submitted:
     """A turn as it was given to the engine. `cut_by` is whose limit the answer has; `raw_before`: what a raw prompt is
-    compared with; `unread`: why nothing of before the start can be found, if that is so; `drafter`: what drafts its answer,
-    None where nothing does."""
+    compared with; `unread`: why nothing of before the start can be found, if that is so; `drafter`: what drafts its
+    answer, None where nothing does."""
 
     turn: Turn
     served: ServedModel

@@ -1,9 +1,9 @@
-"""Whose words the drafts of a turn come from, and what a turn leaves for those of later ones. It joins the turn with what
-drafts; no word of an answer depends on it, only how fast it comes."""
+"""Whose words the drafts of a turn come from, and what a turn leaves for those of later ones. It joins the turn with
+what drafts; no word of an answer depends on it, only how fast it comes."""
 
 from typing import Final
 
-from kvserve.core import AGENTS, NOBODY, SessionHint, Turn
+from kvserve.core import AGENTS, SessionHint, Turn
 from kvserve.drafting.kept_text import TextOwner
 from kvserve.drafting.text_drafter import TextDrafter
 from kvserve.requests.answer_facts import Submitted
@@ -33,14 +33,11 @@ def leave_for_drafts(submitted: Submitted) -> None:
 
 
 def text_owner(session: SessionHint, partition: str) -> TextOwner:
-    """Whose words a turn's are. An agent is drafted from its own history, as are those whom nobody knows from that of
-    their session; a name that an application may give to all its users is none."""
-    principal, session_id = session.principal, session.session_id
-    if principal == NOBODY and session.is_shared_id:
-        session_id = None
-    if principal == AGENTS:
-        partition = f"{partition}/{session_id}"
-    return TextOwner(str(principal), session_id, partition)
+    """Whose words a turn's are. Agents have one principal, and who knows the name of one talks to that one: each is
+    drafted from its own history."""
+    if session.principal == AGENTS:
+        partition = f"{partition}/{session.session_id}"
+    return TextOwner(str(session.principal), session.session_id, partition, is_one_client=not session.is_shared_id)
 
 
 def _prediction(turn: Turn, served: ServedModel) -> tuple[int, ...]:
