@@ -6,11 +6,11 @@ from typing import Final
 
 from kvserve.core import DraftSource
 
-_BIAS: Final = -2.8
-_LENGTH: Final = 0.6
-_SHARE: Final = 2.0
-_PLACES: Final = 0.55
-_AGAINST: Final = -0.55
+_BIAS: Final = -3.52
+_LENGTH: Final = 0.92
+_SHARE: Final = 1.92
+_PLACES: Final = 0.56
+_AGAINST: Final = -0.6
 """A logistic regression, fitted to one half of the recorded sessions (`benchmarks/draft_replay.py`)."""
 
 _PREDICTED: Final = 1.0
