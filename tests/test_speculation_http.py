@@ -10,7 +10,10 @@ import pytest
 import kvserve.requests.drafts
 from kvserve.drafting.kept_text import TextOwner
 from kvserve.drafting.texts import DraftTexts
+from kvserve.engine import engine_start
+from kvserve.engine.draft_support import DraftSupport
 from kvserve.engine.pass_costs import PassCosts
+from tests.laws import sampled
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, chunks_of, eventually, serving_app, writing
 from tests.trace_lines import parse_line
 
@@ -106,7 +109,7 @@ def test_a_repeated_answer_is_drafted_and_seen_everywhere(app: AppUnderTest) -> 
     assert parse_line(trace.read_text()).fields["speculation"] == told
 
 
-@pytest.mark.parametrize("path", [CHAT_PATH, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", sampled([CHAT_PATH, RESPONSES, MESSAGES], (RESPONSES, MESSAGES)))
 def test_each_protocol_tells_of_drafts_in_its_own_form(app: AppUnderTest, path: str) -> None:
     """Chats and responses have counts, streamed or not, Anthropic's messages have no place for them; all may forbid
     drafts."""
@@ -130,10 +133,10 @@ def test_each_protocol_tells_of_drafts_in_its_own_form(app: AppUnderTest, path: 
 
 def test_a_prediction_is_the_first_that_is_drafted_from(app: AppUnderTest) -> None:
     """A file that the client expects back, with a word changed: what the model writes of it is accepted."""
-    text = "The swans swim on the lake. The geese fly over the hills. The ducks sit by the river."
+    text = "The swans swim on the lake. The geese fly over the hills."
     prediction = {"type": "content", "content": text.replace("geese", "storks")}
     with writing(app, text) as script:
-        fields: dict[str, Any] = {"max_tokens": 80, "enable_thinking": False, **script}
+        fields: dict[str, Any] = {"max_tokens": 60, "enable_thinking": False, **script}
         answer = ask(app, prediction=prediction, **fields)
         plain = ask(app, speculation=False, **fields)
     assert said(answer) == said(plain) and text in said(answer)
@@ -173,9 +176,9 @@ def test_a_request_that_leaves_no_record_leaves_nothing_to_draft_from(
     app: AppUnderTest, fields: dict[str, Any]
 ) -> None:
     """Neither its prompt nor its answer; others leave both, in the ledger."""
-    ask(app, **fields)
+    ask(app, **fields, max_tokens=4)
     assert num_kept_bytes(app) == 0
-    ask(app)
+    ask(app, max_tokens=4)
     num_bytes = num_kept_bytes(app)
     assert num_bytes > 0 and app.health()["memory"]["accounts"]["drafts"]["num_bytes"] == num_bytes
 
@@ -189,14 +192,35 @@ def test_a_request_that_leaves_no_record_is_drafted_from_its_own_words_alone(app
 
 def test_who_is_forgotten_leaves_nothing_to_draft_from(app: AppUnderTest) -> None:
     """By session and by principal, and nobody else's words go."""
-    ask(app, ANN, session_id="one")
-    num_one = num_kept_bytes(app)
-    ask(app, ANN, session_id="two")
-    name = explained(app, ask(app, BOB, session_id="one")["id"], BOB)["principal"]
-    num_all = num_kept_bytes(app)
-    forget(app, f"session=one&principal={name}")
-    assert 0 < num_one < num_kept_bytes(app) < num_all
+
+    def left() -> list[str | None]:
+        return [text.owner.session for text in texts(app)._used]
+
+    ask(app, ANN, session_id="one", max_tokens=4)
+    ask(app, ANN, session_id="two", max_tokens=4)
+    name = explained(app, ask(app, BOB, session_id="three", max_tokens=4)["id"], BOB)["principal"]
+    assert left() == ["one", "two", "three"]
     forget(app, "session=one")
-    assert num_kept_bytes(app) == num_one
+    assert left() == ["two", "three"]
+    forget(app, f"principal={name}")
+    assert left() == ["two"]
     forget(app, "session=two")
     assert num_kept_bytes(app) == 0
+
+
+# --- what cannot be drafted -------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_try_drafts_is_served_without_and_says_so(
+    app: AppUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line with the reason; nothing is indexed for it then."""
+    engine, factory = app.served.engine, app.app._pool._factory
+    model = engine.wait_until_ready(0)
+    assert engine.can_draft and factory.completed(app.served, model).drafts is texts(app)
+    monkeypatch.setattr(engine._start, "why_no_drafts", "")
+    found = DraftSupport(None, "a row does not come back", 0, PassCosts())
+    monkeypatch.setattr(engine_start, "find_draft_support", lambda _model, _max_width: found)
+    engine._start._draft_support(model)
+    assert [line for line in app.lines() if "SPECULATION" in line and "a row does not come back" in line]
+    assert not engine.can_draft and factory.completed(app.served, model).drafts is None
