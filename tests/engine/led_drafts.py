@@ -4,13 +4,14 @@ with drafts an answer is the one without, and what is kept of it is what a cold 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import mlx.core as mx
 import pytest
 
 from kvserve.core import Draft, GenerationDone, GenerationRequest, TokenDelta, TokenLogprobs
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import ExtractedRow
+from kvserve.engine.decode_group import Decoder, ExtractedRow
 from kvserve.engine.draft_support import DraftSupport, find_draft_support
 from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.model import LoadedModel
@@ -61,12 +62,14 @@ class LedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """`left` is what the row held at its end."""
+    """`left` is what the row held at its end, `seen` what its processors were shown at each place: how many tokens, and
+    the last of them. Rows without processors have none."""
 
     tokens: tuple[int, ...]
     end: GenerationDone
     logprobs: tuple[TokenLogprobs | None, ...]
     left: ExtractedRow
+    seen: tuple[tuple[int, ...], ...] = ()
 
 
 @contextmanager
@@ -130,12 +133,24 @@ def decoded(
     model: LoadedModel, each: GenerationRequest, constraints: Sequence[GrammarProcessor | ThinkingLimiter] = ()
 ) -> Answered:
     """A row by itself."""
-    pool, row = new_pool(model), row_of(each, constraints)
-    entered(pool, model, row)
-    with drafts_tried():
+    pool, row, seen = new_pool(model), row_of(each, constraints), list[tuple[int, ...]]()
+    with drafts_tried(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "of", partial(_listening, seen, Decoder.of))
+        entered(pool, model, row)
         [found] = run(pool, row)
     pool.discard()
-    return found
+    return replace(found, seen=tuple(seen[: len(found.tokens)]))
+
+
+def _listening(seen: list[tuple[int, ...]], real: Callable[..., Decoder], row: Row, vocab_size: int) -> Decoder:
+    """A row's own way to draw; where it has processors another one notes what they are shown."""
+    decoder = real(row, vocab_size)
+
+    def listen(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append((len(tokens), *tokens[-3:].tolist()))  # type: ignore[arg-type, union-attr]
+        return logits
+
+    return replace(decoder, processors=[*decoder.processors, listen]) if decoder.processors else decoder
 
 
 def with_drafts(each: GenerationRequest, plain: Answered, spoilt: str | Spoilt = "all") -> GenerationRequest:
@@ -147,6 +162,7 @@ def with_drafts(each: GenerationRequest, plain: Answered, spoilt: str | Spoilt =
 def assert_same(found: Answered, plain: Answered) -> None:
     """The same was said, and ended for the same reason."""
     assert found.tokens == plain.tokens
+    assert found.seen == plain.seen
     assert (found.end.reason, found.end.num_generated_tokens) == (plain.end.reason, plain.end.num_generated_tokens)
     for ours, theirs in zip(found.logprobs, plain.logprobs, strict=True):
         assert (ours is None) == (theirs is None)
