@@ -1,11 +1,11 @@
 """How many tokens a step drafts from history would give, without a model: recorded sessions are answered again, and a
 drafted token is right where it is the recorded one.
 
-    python -m benchmarks.draft_replay [--chosen] [--save]
+    python -m benchmarks.draft_replay [--save]
 
-Each step takes as many drafted tokens as `best_width` says with the measured passes of the demo's model on two cores. The
-parameters of the drafter are those that fit one half of the sessions best (`--chosen` replays that half and prints what
-fits it now); the other half is the table. Exit status 1 where a floor is missed.
+Each step takes as many drafted tokens as `best_width` says with the measured passes of the demo's model on two cores.
+The parameters of the drafter are those that fit one half of the sessions (`draft_fit.py`); the other half is the table.
+Exit status 1 where a floor is missed.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 from pathlib import Path
 
-from benchmarks.draft_sessions import Session, Step, halves, read_sessions
+from benchmarks.draft_sessions import VOCABULARY, Session, Step, halves, read_sessions
 from benchmarks.figure import Bound, Figure
 from benchmarks.recordings import shared_folder
 from kvserve.core import DraftSource
@@ -32,6 +32,9 @@ SECONDS_BY_WIDTH: Mapping[int, float] = {1: 0.073, 2: 0.096, 4: 0.123, 8: 0.121,
 """Passes of the demo's model in float32 with OpenBLAS on two cores."""
 
 FLOORS: Mapping[str, float] = {"Claude Code": 1.5, "PI": 1.7, "mini-SWE": 2.2, "OpenHands": 2.2}
+MAX_MICROSECONDS = 50.0
+"""A token, follow, propose and width together, at a hundred thousand tokens of context."""
+
 MAX_DRAFT_TOKENS = 32
 _SECONDS = seconds_of_widths(MAX_DRAFT_TOKENS + 1, SECONDS_BY_WIDTH)
 MAX_BYTES = 64 << 20
@@ -119,23 +122,19 @@ def _count(tally: Tally, source: DraftSource, chances: Sequence[float], num_righ
 
 
 def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    return next(
-        (n for n, pair in enumerate(zip(tokens, others, strict=False)) if pair[0] != pair[1]),
-        min(len(tokens), len(others)),
-    )
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def long_context(sessions: Sequence[Session]) -> Tally:
-    """The last session, answered behind a hundred thousand tokens of the others."""
-    tally = Tally(f"{CONTEXT_TOKENS // 1000}k tokens before", 1)
+    """PI's first session, answered behind a hundred thousand tokens of other clients."""
+    tally = Tally(f"PI behind {CONTEXT_TOKENS // 1000}k tokens", 1)
     before = array("i")
-    for session in reversed(sessions[:-1]):
-        before.extend(session.steps[-1].prompt)
-        before.extend(session.steps[-1].answer)
-        if len(before) >= CONTEXT_TOKENS:
-            break
+    for session in sessions:
+        if session.client != "PI" and len(before) < CONTEXT_TOKENS:
+            before.extend(session.steps[-1].prompt)
     texts = DraftTexts(MAX_BYTES)
-    for step in sessions[-1].steps:
+    for step in next(each.steps for each in sessions if each.client == "PI"):
         _answer(texts, TextOwner("reader"), Step(before[:CONTEXT_TOKENS] + step.prompt, step.answer), tally)
     return tally
 
@@ -167,3 +166,74 @@ def _cells(tally: Tally, sources: Sequence[DraftSource]) -> tuple[str, ...]:
 
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def run(_num_rounds: int) -> list[Figure]:
+    """Tokens a step of each client that has a floor, on the sessions that chose nothing, and what drafting costs."""
+    tallies, far = _measured()
+    if not tallies:
+        print("drafts: there are no recorded conversations here, nothing was compared", file=sys.stderr)
+        return []
+    print("\n".join(table([*tallies.values(), far])), flush=True)
+    return [*(_figure(tallies[client], floor) for client, floor in FLOORS.items()), _cost(far)]
+
+
+def _measured() -> tuple[dict[str, Tally], Tally]:
+    shared = shared_folder()
+    _, reported = halves(list(read_sessions(shared))) if shared is not None else ((), [])
+    return replay(reported), long_context(reported) if reported else Tally("")
+
+
+def _figure(tally: Tally, floor: float) -> Figure:
+    about = f"{tally.num_tokens:,} tokens in {tally.num_steps:,} steps, {tally.times_faster:.2f} x"
+    bound = Bound("at least", floor)
+    return Figure("drafts", f"tokens a step, {tally.client}", "", (tally.tokens_a_step,), bound, about)
+
+
+def _cost(tally: Tally) -> Figure:
+    microseconds = 1e6 * tally.drafting_seconds / tally.num_tokens
+    bound = Bound("at most", MAX_MICROSECONDS)
+    return Figure("drafts", f"drafting, {tally.client}", "us a token", (microseconds,), bound, "")
+
+
+def report(rows: Sequence[str]) -> str:
+    """The file that keeps the table."""
+    milliseconds = ", ".join(f"{1e3 * each:.0f}" for each in SECONDS_BY_WIDTH.values())
+    return f"""# Drafts from history, replayed without a model
+
+`python -m benchmarks.draft_replay --save`: recorded sessions on the tokens of {VOCABULARY}. Each answer is given
+again and a drafted token is accepted where it is the recorded one, as by a model that writes what was recorded.
+The width of a step is what `best_width` says with passes of {", ".join(map(str, SECONDS_BY_WIDTH))} tokens in
+{milliseconds} ms. The drafter's parameters were fitted to one half of the sessions (`draft_fit.py`);
+this is the other half, and sessions that say the same are all in one half. Records are what the same client's sessions
+before it in this half said.
+
+- faster: than a token a pass, by these passes and what drafting took. Nothing of a model is in it.
+- drafted, accepted: tokens that were tried; expected: so many the chances had promised.
+- us a token: follow, propose and the choice of width, per token of the answer; ms a request: indexing what is new of
+  its prompt. Processor time of one thread.
+- the last row: a session behind {CONTEXT_TOKENS:,} tokens of other clients, for its cost.
+
+{chr(10).join(rows)}
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; returns 1 where a floor is missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.draft_replay", description="Drafts from history, replayed.")
+    parser.add_argument("--save", action="store_true", help="write the table to results/drafts.md")
+    given = parser.parse_args(arguments)
+    tallies, far = _measured()
+    if not tallies:
+        parser.exit(2, "The recordings and tokenizers (shared, in or beside the repository) are not here.\n")
+    rows = list(table([*tallies.values(), far]))
+    print("\n".join(rows))
+    if given.save:
+        RESULTS.write_text(report(rows), encoding="utf-8")
+    missed = [client for client, floor in FLOORS.items() if tallies[client].tokens_a_step < floor]
+    print("\n".join(f"{client}: below its floor of {FLOORS[client]}" for client in missed))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,5 @@
-"""Recorded sessions as tokens of a real vocabulary: prompts and the answers that came, each message tokenised alone, as a
-server has it that puts back the ids which it wrote. It knows recordings and a tokenizer, no server and no drafts.
+"""Recorded sessions as tokens of a real vocabulary: prompts and the answers that came, each message tokenised alone, as
+a server has it that puts back the ids which it wrote. It knows recordings and a tokenizer, no server and no drafts.
 """
 
 import json
@@ -45,8 +45,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session of a client. `reader`: sessions of one reader may be drafted from one another. `origin`: sessions of one
-    origin say the same here and there, so they are never of one reader nor in two halves."""
+    """A session of a client. `reader`: sessions of one reader may be drafted from one another. `origin`: sessions of
+    one origin say the same here and there, so they are never of one reader nor in two halves."""
 
     client: str
     reader: str
@@ -145,8 +145,8 @@ def _reader(talk: Conversation) -> str:
 
 
 def halves(sessions: list[Session]) -> tuple[list[Session], list[Session]]:
-    """The sessions to choose by and those to report: of each client, one origin here and the next one there, in the order
-    in which they come."""
+    """The sessions to choose by and those to report: of each client, one origin here and the next one there, in the
+    order in which they come."""
     origins: dict[str, list[str]] = {}
     sides: tuple[list[Session], list[Session]] = ([], [])
     for session in sessions:
