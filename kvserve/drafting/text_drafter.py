@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvserve.core.drafting import Draft, DraftSource
 from kvserve.drafting.acceptance import ANSWER_RATE, Acceptance, base_logit, chance
-from kvserve.drafting.kept_text import NO_WORDS, KeptText
+from kvserve.drafting.kept_text import KeptText
 from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
 
 MAX_PLACES = 8
@@ -48,7 +48,7 @@ class _Elected(NamedTuple):
 
 class TextDrafter:
     """A `Drafter`. It reads indexes that nobody changes any more, and `records`: texts of which others replace the
-    index or drop it meanwhile."""
+    index or drop it meanwhile, each from where it says something else than the prompt."""
 
     def __init__(
         self,
@@ -57,15 +57,13 @@ class TextDrafter:
         prediction: Sequence[int] = (),
         *,
         text: KeptText | None = None,
-        offcut: TextIndex = NO_WORDS,
-        records: Sequence[KeptText] = (),
+        records: Sequence[tuple[KeptText, int]] = (),
         acceptance: Acceptance | None = None,
     ) -> None:
-        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not; `offcut`: what its
-        last rewind cut off."""
+        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not."""
         before = prompt[
             -2 * MAX_MATCH_TOKENS :
-        ]  # matches in the prompt's last tokens are whole, and go on in the answer
+        ]  # what matches in its last half matches whole, and goes on in the answer
         self.text = text
         self.conversation = conversation
         self._num_before = len(before)
@@ -73,7 +71,6 @@ class TextDrafter:
         self._answer = TextIndex(before)
         # behind the prompt's end, where it begins; and wherever a few of its tokens come again
         self._prediction = TextIndex([*before, *prediction] if prediction else ())
-        self._offcut = offcut
         self._records = tuple(records)
         self._fared = Acceptance() if acceptance is None else acceptance
         self._fared_here = Acceptance(ANSWER_RATE)
@@ -129,9 +126,8 @@ class TextDrafter:
         _look_up(tail, "prediction", self._prediction, found)
         _look_up(tail, "conversation", self._answer, found, start=self._num_before - self._num_both)
         _look_up(tail, "conversation", self.conversation, found, stop=len(self.conversation) - self._num_both)
-        _look_up(tail, "records", self._offcut, found)
-        for text in self._records:
-            _look_up(tail, "records", text.index, found)
+        for text, start in self._records:
+            _look_up(tail, "records", text.index, found, start)
         found.sort(key=_by_length, reverse=True)
         return found[:MAX_VOTERS]
 
