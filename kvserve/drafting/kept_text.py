@@ -36,11 +36,18 @@ class TextOwner:
 @dataclass(slots=True, eq=False)
 class KeptText:
     """A conversation's tokens, prompts and answers alike. The index is replaced and never changed, so a thread may read
-    the one that it took; of a text that was forgotten or left it is empty."""
+    the one that it took; of a text that was forgotten or left it is empty. `offcut`: what its last prompt left out, as
+    thoughts that a template drops."""
 
     owner: TextOwner
     index: TextIndex = field(default=NO_WORDS)
+    offcut: TextIndex = field(default=NO_WORDS)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds."""
+        return self.index.num_bytes + self.offcut.num_bytes
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self.index = NO_WORDS
+        self.index = self.offcut = NO_WORDS

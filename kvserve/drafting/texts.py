@@ -14,9 +14,9 @@ import numpy as np
 
 from kvserve.core.keeping import Scope
 from kvserve.drafting.acceptance import Acceptance
-from kvserve.drafting.kept_text import KeptText, TextOwner
+from kvserve.drafting.kept_text import NO_WORDS, KeptText, TextOwner
 from kvserve.drafting.text_drafter import TextDrafter
-from kvserve.drafting.text_index import NGRAM_TOKENS, TextIndex
+from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
 
 MAX_RECORDS = 8
 """So many other texts of a reader are looked into, those used last: each costs every draft a look."""
@@ -31,7 +31,7 @@ ENDING_TOKENS = 16
 """So much of an answer's end shows that it is the same answer."""
 
 
-class _Shelf:
+class _ReaderTexts:
     """What is kept of one reader: texts, least recently used first, and how its drafts fared."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class DraftTexts:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._shelves: dict[tuple[str, str, str | None], _Shelf] = {}
+        self._shelves: dict[tuple[str, str, str | None], _ReaderTexts] = {}
         self._used: OrderedDict[KeptText, None] = OrderedDict()  # of all readers, least recently used first
         self._num_kept_bytes = 0
         self._running: WeakSet[TextDrafter] = WeakSet()
@@ -72,8 +72,10 @@ class DraftTexts:
             there = self._there(owner)
         found = _found(there, tokens)
         grown = _grown(found, tokens)
+        goes_on = found if found is not None and found.is_within(grown) else None
+        offcut = goes_on.offcut() if goes_on is not None else NO_WORDS
         with self._lock:
-            text = self._put(owner, found, grown)
+            text = self._put(owner, goes_on, grown, offcut)
             shelf = self._shelves[owner.reader]
             others = [each for each in islice(reversed(shelf.texts), MAX_RECORDS + 1) if each is not text]
         if not owner.is_one_reader:
@@ -81,7 +83,15 @@ class DraftTexts:
         # what follows the last token that a record has in common with the prompt is the first that is said there alone
         records = [(each, max(0, num_common(each.index.tokens, tokens) - 1)) for each in others[:MAX_RECORDS]]
         return self._with(
-            TextDrafter(tokens, grown, prediction, text=text, records=records, acceptance=shelf.acceptance)
+            TextDrafter(
+                tokens,
+                grown,
+                prediction,
+                text=text,
+                offcut=text.offcut,
+                records=records,
+                acceptance=shelf.acceptance,
+            )
         )
 
     def end(self, drafter: TextDrafter) -> None:
@@ -93,7 +103,7 @@ class DraftTexts:
         grown = index.extended(drafter.answer)
         with self._lock:
             if text.index is index:
-                self._replace(text, grown)
+                self._replace(text, grown, text.offcut)
                 self._make_room()
 
     def forget(self, scope: Scope) -> int:
@@ -121,25 +131,27 @@ class DraftTexts:
         of_owner = (text for text in reversed(shelf.texts) if text.owner == owner) if shelf is not None else ()
         return [(text, text.index) for text in islice(of_owner, MAX_COMPARED)]
 
-    def _put(self, owner: TextOwner, found: "_Found | None", index: TextIndex) -> KeptText:
-        """The text that the prompt goes on from with its new index; a new one where it goes on otherwise, or another
-        request was faster."""
-        goes_on = found is not None and found.text.index is found.index and found.is_within(index)
-        text = found.text if found is not None and goes_on else KeptText(owner)
-        self._replace(text, index)
+    def _put(self, owner: TextOwner, goes_on: "_Found | None", index: TextIndex, offcut: TextIndex) -> KeptText:
+        """The text that the prompt goes on from with its new index; a new one where there is none, or another request
+        was faster."""
+        if goes_on is None or goes_on.text.index is not goes_on.index:
+            text, offcut = KeptText(owner), NO_WORDS
+        else:
+            text = goes_on.text
+        self._replace(text, index, offcut if len(offcut) else text.offcut)
         return text
 
-    def _replace(self, text: KeptText, index: TextIndex) -> None:
-        self._num_kept_bytes -= text.index.num_bytes if text in self._used else 0
-        text.index = index
-        self._num_kept_bytes += index.num_bytes
-        for texts in (self._used, self._shelves.setdefault(text.owner.reader, _Shelf()).texts):
+    def _replace(self, text: KeptText, index: TextIndex, offcut: TextIndex) -> None:
+        self._num_kept_bytes -= text.num_bytes if text in self._used else 0
+        text.index, text.offcut = index, offcut
+        self._num_kept_bytes += text.num_bytes
+        for texts in (self._used, self._shelves.setdefault(text.owner.reader, _ReaderTexts()).texts):
             texts[text] = None
             texts.move_to_end(text)
 
     def _drop(self, text: KeptText) -> int:
         """Returns how many bytes it held."""
-        num_bytes = text.index.num_bytes
+        num_bytes = text.num_bytes
         self._num_kept_bytes -= num_bytes
         del self._used[text]
         shelf = self._shelves[text.owner.reader]
@@ -165,13 +177,22 @@ class _Found:
     index: TextIndex
     num_common: int
 
+    def offcut(self) -> TextIndex:
+        """What the prompt leaves out, with what stands before it; empty where that is next to nothing."""
+        if len(self.index) - self.num_common < ENDING_TOKENS:
+            return NO_WORDS
+        return TextIndex(self.index.tokens[max(0, self.num_common - MAX_MATCH_TOKENS) :])
+
     def is_within(self, index: TextIndex) -> bool:
         """Whether all of the text is in this index of the prompt but for a few tokens at its end, or for words that the
         client sent last time only: then its end, which the model wrote, is further on there."""
         if len(self.index) - self.num_common < min(ENDING_TOKENS, self.num_common):
             return True
         ending = self.index.tokens[-ENDING_TOKENS:]
-        ends = takewhile(lambda end: end >= self.num_common, index.ends_of(*ending[-NGRAM_TOKENS:]))
+        if len(ending) < ENDING_TOKENS:
+            return False
+        first = max(self.num_common, len(ending) - 1)
+        ends = takewhile(lambda end: end >= first, index.ends_of(*ending[-NGRAM_TOKENS:]))
         return any(index.tokens[end + 1 - len(ending) : end + 1] == ending for end in ends)
 
 
