@@ -90,6 +90,9 @@ class EngineStart:
         self._digest.confirm()
         scheduler = self._new_scheduler(model)
         _draw_two_tokens(scheduler, self._settings.default_sampling)
+        if self._settings.drafts.is_on:
+            for line in scheduler.try_drafts():
+                self._note(line)
         scheduler.cache.begin_anew()
         self._open_disk(scheduler.cache, model)
         look.remember(model, support)
@@ -123,6 +126,7 @@ class EngineStart:
             report=self._report,
             warming=self._settings.warming,
             send_tokens=self._send_tokens,
+            draft_settings=self._settings.drafts,
         )
 
     def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
