@@ -10,8 +10,6 @@ import pytest
 import kvserve.requests.drafts
 from kvserve.drafting.kept_text import TextOwner
 from kvserve.drafting.texts import DraftTexts
-from kvserve.engine import engine_start
-from kvserve.engine.draft_support import DraftSupport
 from kvserve.engine.pass_costs import PassCosts
 from tests.laws import sampled
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, chunks_of, eventually, serving_app, writing
@@ -211,16 +209,10 @@ def test_who_is_forgotten_leaves_nothing_to_draft_from(app: AppUnderTest) -> Non
 # --- what cannot be drafted -------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_try_drafts_is_served_without_and_says_so(
-    app: AppUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line with the reason; nothing is indexed for it then."""
+def test_a_model_that_cannot_try_drafts_is_served_without(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is indexed for it: the start has said why."""
     engine, factory = app.served.engine, app.app._pool._factory
     model = engine.wait_until_ready(0)
     assert engine.can_draft and factory.completed(app.served, model).drafts is texts(app)
-    monkeypatch.setattr(engine._start, "why_no_drafts", "")
-    found = DraftSupport(None, "a row does not come back", 0, PassCosts())
-    monkeypatch.setattr(engine_start, "find_draft_support", lambda _model, _max_width: found)
-    engine._start._draft_support(model)
-    assert [line for line in app.lines() if "SPECULATION" in line and "a row does not come back" in line]
+    monkeypatch.setattr(engine._start, "can_draft", False)
     assert not engine.can_draft and factory.completed(app.served, model).drafts is None

@@ -165,6 +165,7 @@ class DraftedGenerator:
         width, taken = len(row.behind) + 1, row.pending
         inputs = mx.concatenate([mx.array(row.behind, dtype=taken.dtype), taken]) if row.behind else taken
         logits = self._module(inputs[None], cache=row.caches)[:, -1, :]
+        self._costs.note_described(perf_counter() - started)
         row.behind = []
         row.pending = row.draw(taken, logits)
         mx.async_eval(row.pending)  # type: ignore[no-untyped-call]
@@ -250,6 +251,9 @@ class DraftedGenerator:
             row.drafts.follow(row.tokens)
             draft = row.drafts.propose(None, most + 1)
             if draft is None or not (num_worth := self._num_worth(row, draft.chances[1:])):
+                return None
+            chance, *chances = draft.chances[: num_worth + 1]
+            if not self._costs.is_worth_reading(chance, chances, len(row.tokens)):
                 return None
             if row.read() == draft.tokens[0]:
                 return draft, list(draft.tokens[1 : 1 + num_worth]), 1

@@ -23,13 +23,11 @@ from kvserve.cache.forget_users import IsForgotten
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
-from kvserve.engine.draft_support import DraftSupport, find_draft_support
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
-from kvserve.engine.pass_costs import MAX_PASS_TOKENS
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
@@ -52,7 +50,7 @@ class EngineStart:
     """The start of one engine, and the end of what it set up. Belongs to the engine thread.
 
     `ledger`: all memory that grows with work, None while there is no model. `outside`: what others hold for the model.
-    `why_no_drafts`: why nothing can be drafted for it, "" where that can be or was not tried.
+    `can_draft`: the model was loaded to be drafted for, and its caches allow that.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class EngineStart:
         self._found_cache_limit: int | None = None
         self.outside: dict[Account, Callable[[], int]] = {}
         self.ledger: MemoryLedger | None = None
-        self.why_no_drafts = ""
+        self.can_draft = False
 
     def load(self) -> tuple[LoadedModel, Scheduler]:
         """Load the model, try out what its caches allow where that is not remembered, and begin with an empty cache.
@@ -91,25 +89,18 @@ class EngineStart:
         notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
         model = with_images_tried(model, plan.image_feature_bytes)
-        drafts = self._draft_support(model)
         self._digest.confirm()
-        scheduler = self._new_scheduler(model, drafts)
+        scheduler = self._new_scheduler(model)
         _draw_two_tokens(scheduler, self._settings.default_sampling)
+        if self._settings.drafts.is_on:
+            drafts = scheduler.try_drafts()
+            self.can_draft = drafts.ways is not None
+            for line in drafts.notes:
+                self._note(line)
         scheduler.cache.begin_anew()
         self._open_disk(scheduler.cache, model)
         look.remember(model, support)
         return model, scheduler
-
-    def _draft_support(self, model: LoadedModel) -> DraftSupport | None:
-        """What the model's caches allow of drafts, None where none are wanted; where they allow none, that is told."""
-        most = self._settings.max_draft_tokens
-        if most == 0:
-            return None
-        found = find_draft_support(model, MAX_PASS_TOKENS if most is None else most + 1)
-        if found.ways is None:
-            self.why_no_drafts = found.why_not
-            self._note(f"Nothing is drafted for this model, as SPECULATION=off would have it: {found.why_not}.")
-        return found
 
     def _look(self) -> CacheLook:
         """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
@@ -127,7 +118,7 @@ class EngineStart:
         if self._found_cache_limit is not None:
             mx.set_cache_limit(self._found_cache_limit)
 
-    def _new_scheduler(self, model: LoadedModel, drafts: DraftSupport | None) -> Scheduler:
+    def _new_scheduler(self, model: LoadedModel) -> Scheduler:
         memory = self.ledger = self._new_ledger(model)
         return Scheduler(
             model,
@@ -139,7 +130,7 @@ class EngineStart:
             report=self._report,
             warming=self._settings.warming,
             send_tokens=self._send_tokens,
-            draft_support=drafts,
+            draft_settings=self._settings.drafts,
         )
 
     def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
