@@ -17,6 +17,9 @@ from tests.trace_lines import parse_line
 
 ANN, BOB = {"x-api-key": "ann"}, {"x-api-key": "bob"}
 SAID = "Tell me of the swans."
+NUM_TOKENS = 24
+"""Of an answer that is asked for again, less would not be looked into."""
+
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 
@@ -52,7 +55,7 @@ def num_kept_bytes(app: AppUnderTest) -> int:
 
 
 def ask(app: AppUnderTest, headers: dict[str, str] = ANN, **fields: Any) -> dict[str, Any]:
-    response = app.post(CHAT_PATH, chat_body(SAID, **fields), headers)
+    response = app.post(CHAT_PATH, chat_body(SAID, **{"max_tokens": NUM_TOKENS, **fields}), headers)
     assert response.status == 200, response.body
     return dict(response.json)
 
@@ -111,9 +114,9 @@ def test_a_repeated_answer_is_drafted_and_seen_everywhere(app: AppUnderTest) -> 
 def test_each_protocol_tells_of_drafts_in_its_own_form(app: AppUnderTest, path: str) -> None:
     """Chats and responses have counts, streamed or not, Anthropic's messages have no place for them; all may forbid
     drafts."""
-    body: dict[str, Any] = {"max_tokens": 16, "messages": [{"role": "user", "content": SAID}], "temperature": 0}
+    body: dict[str, Any] = {"max_tokens": NUM_TOKENS, "messages": [{"role": "user", "content": SAID}], "temperature": 0}
     if path == RESPONSES:
-        body = {"max_output_tokens": 16, "input": SAID, "temperature": 0}
+        body = {"max_output_tokens": NUM_TOKENS, "input": SAID, "temperature": 0}
     answers: list[Any] = [app.post(path, {**body, "repetition_penalty": 1}, ANN).json for _ in range(2)]
     assert explained(app, answers[1]["id"])["speculation"]["num_accepted_tokens"] > 0
     forbidden: Any = app.post(path, {**body, "repetition_penalty": 1, "speculation": False}, ANN).json
