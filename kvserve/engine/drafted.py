@@ -221,7 +221,7 @@ class DraftedGenerator:
 
     def _responses(self, row: DraftedRow, tokens: Sequence[int]) -> list[Response]:
         """A response for each token; with the row's last one it leaves. A draft has no token behind that one."""
-        responses = []
+        responses: list[Response] = []
         for token in tokens:
             row.num_left -= 1
             is_stop = token in row.drafts.request.stop_tokens
@@ -285,8 +285,8 @@ class DraftedGenerator:
 def _num_slots(caches: Sequence[Any]) -> int | None:
     """For how many tokens the buffers have room that are written in place; None where there are none."""
     for leaf in flat_caches(caches):
-        if type(leaf) is KVCache and leaf.keys is not None:
-            return int(leaf.keys.shape[2])
+        if type(leaf) is KVCache and (keys := leaf.keys) is not None:
+            return int(keys.shape[2])
         if isinstance(leaf, PackedCache) and leaf.rows:
             return int(leaf.rows[0].shape[TOKEN_AXIS])
     return None
