@@ -304,8 +304,8 @@ def _looked_at(leaf: Any) -> Any:
     once nobody looks any more."""
     if type(leaf) is KVCache:
         twin: Any = KVCache()  # type: ignore[no-untyped-call]
-        if leaf.keys is not None:
-            twin.keys, twin.values = leaf.keys[..., : leaf.offset, :], leaf.values[..., : leaf.offset, :]
+        if (keys := leaf.keys) is not None and (values := leaf.values) is not None:
+            twin.keys, twin.values = keys[..., : leaf.offset, :], values[..., : leaf.offset, :]
         twin.offset = leaf.offset
         return twin
     if isinstance(leaf, PackedCache):
