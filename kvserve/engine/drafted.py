@@ -166,6 +166,8 @@ class DraftedGenerator:
         inputs = mx.concatenate([mx.array(row.behind, dtype=taken.dtype), taken]) if row.behind else taken
         logits = self._module(inputs[None], cache=row.caches)[:, -1, :]
         self._costs.note_described(perf_counter() - started)
+        if row.behind:
+            row.drafts.seconds_saved -= self._costs.seconds_more(width, len(row.tokens))
         row.behind = []
         row.pending = row.draw(taken, logits)
         mx.async_eval(row.pending)  # type: ignore[no-untyped-call]
