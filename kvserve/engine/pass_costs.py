@@ -63,6 +63,10 @@ class PassCosts:
         table = self._table(num_tokens)
         return table[min(width, len(table)) - 1] if table is not None else None
 
+    def seconds_more(self, width: int, num_tokens: int) -> float:
+        """How much longer such a pass takes than a plain step; 0 before anything was measured."""
+        return (self.seconds(width, num_tokens) or 0.0) - (self.seconds(1, num_tokens) or 0.0)
+
     def num_worth(self, chances: Sequence[float], num_tokens: int, num_again: int, *, goes_back: bool) -> int:
         """How many drafted tokens give most tokens a second, 0 where a plain step gives as many.
 
