@@ -21,7 +21,7 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
 from kvserve.engine.retreat import Retreat, Way, known_way
 from kvserve.engine.self_check import MAX_ERROR, CachesDiffer
-from kvserve.engine.width_noise import agreeing_width, find_width_noise, told
+from kvserve.engine.width_noise import NUM_TOKENS, agreeing_width, find_width_noise, told
 
 PROMPT_TOKENS = 11
 NUM_RIGHT = 2
@@ -69,8 +69,9 @@ def find_draft_support(model: LoadedModel, settings: DraftSettings = DEFAULT_DRA
 
 
 def _noted(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> Iterator[str]:
-    """What a person should know; in `exact` mode passes get narrower."""
-    noises = find_width_noise(model.module, model.new_caches)
+    """What a person should know; in `exact` mode passes get narrower. A look at one pass says whether there is
+    anything; only who wants it exact waits for more."""
+    noises = find_width_noise(model.module, model.new_caches, NUM_TOKENS if settings.is_exact else MAX_PASS_TOKENS)
     if settings.is_exact:
         costs.max_width = min(costs.max_width, agreeing_width(noises))
     if any(noise.max_difference for noise in noises):
