@@ -1,8 +1,8 @@
 """What a start finds out about a tiny model is found out once per process, by whichever test starts it first.
 
-The trials of a model's caches and of an image, the first two tokens, the probing of its chat template and the proof of
-how that writes calls take most of a start, and always find the same: they depend on the model's folder, on how its KV
-is quantised, on the classes of its caches and on the template alone.
+The trials of a model's caches, with drafts too, and of an image, the first two tokens, the probing of its chat template
+and the proof of how that writes calls take most of a start, and always find the same: they depend on the model's
+folder, on how its KV is quantised, on the classes of its caches and on the template alone.
 Tests of these themselves call `check_caches`, `ChatTemplate` and `row_of_calls` directly, where nothing is remembered.
 """
 
@@ -10,6 +10,8 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,8 @@ import pytest
 
 from kvserve.app import model_factory, model_swap
 from kvserve.core import SamplingParams
-from kvserve.engine import engine_start, vision_check
+from kvserve.engine import decode, engine_start, vision_check
+from kvserve.engine.draft_support import DraftSettings, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel, Looking
 from kvserve.engine.model_files import file_stamps
@@ -35,6 +38,7 @@ _loading = threading.local()
 _fingerprints: dict[Any, str] = {}
 _verdicts: dict[Any, CacheSupport] = {}
 _seen: dict[Any, Any] = {}
+_draft_supports: dict[Any, DraftSupport] = {}
 _drawn: set[Any] = set()
 _profiles: dict[Any, Any] = {}
 _rows: dict[Any, Any] = {}
@@ -44,6 +48,7 @@ _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=l
 well, which takes a third of a second. Here nothing is frozen, so what a model leaves is collected without that."""
 
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
+_find_draft_support = decode.find_draft_support
 _probed, _row_of_calls = template._probed, model_factory.row_of_calls
 _check_vision = vision_check.check_vision
 _surroundings = engine_start.surroundings
@@ -82,9 +87,20 @@ def _check_vision_once(module: Any, vision: Any, vocab_size: int) -> Any:
     return _seen[key]
 
 
+def _find_draft_support_once(model: LoadedModel, settings: DraftSettings) -> DraftSupport:
+    """What passes cost is each engine's own: it goes on to measure."""
+    key = _loading.__dict__.get("key")
+    if key is None:
+        return _find_draft_support(model, settings)
+    if (key, settings) not in _draft_supports:
+        _draft_supports[key, settings] = _find_draft_support(model, settings)
+    found = _draft_supports[key, settings]
+    return replace(found, costs=deepcopy(found.costs))
+
+
 def _draw_two_tokens_once(scheduler: Scheduler, sampling: SamplingParams) -> None:
     """A model that could not generate is tried again."""
-    key = _loading.__dict__.pop("key", None)
+    key = _loading.__dict__.get("key")
     if key is None or (key, sampling) not in _drawn:
         _draw_two_tokens(scheduler, sampling)
         _drawn.add((key, sampling))
@@ -113,6 +129,7 @@ def remembered_starts() -> Iterator[None]:
         if engine_start.load is _load and engine_start.check_caches is _check_caches:
             patch.setattr(engine_start, "load", _load_and_note)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
+            patch.setattr(decode, "find_draft_support", _find_draft_support_once)
             patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
         if vision_check.check_vision is _check_vision:
             patch.setattr(vision_check, "check_vision", _check_vision_once)

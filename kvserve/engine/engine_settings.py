@@ -7,6 +7,7 @@ from typing import Literal
 from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
+from kvserve.engine.draft_support import DraftSettings
 from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory_bytes, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
@@ -52,6 +53,7 @@ class EngineSettings:
     records_bytes: int | None = None
     wired_bytes: int | None = 0
     warming: WarmSettings = WarmSettings()
+    drafts: DraftSettings = DraftSettings()
     blas: str = ""
 
     def memory_plan(self, model: LoadedModel) -> MemoryPlan:

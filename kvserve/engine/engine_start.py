@@ -50,6 +50,7 @@ class EngineStart:
     """The start of one engine, and the end of what it set up. Belongs to the engine thread.
 
     `ledger`: all memory that grows with work, None while there is no model. `outside`: what others hold for the model.
+    `can_draft`: the model was loaded to be drafted for, and its caches allow that.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class EngineStart:
         self._found_cache_limit: int | None = None
         self.outside: dict[Account, Callable[[], int]] = {}
         self.ledger: MemoryLedger | None = None
+        self.can_draft = False
 
     def load(self) -> tuple[LoadedModel, Scheduler]:
         """Load the model, try out what its caches allow where that is not remembered, and begin with an empty cache.
@@ -90,6 +92,11 @@ class EngineStart:
         self._digest.confirm()
         scheduler = self._new_scheduler(model)
         _draw_two_tokens(scheduler, self._settings.default_sampling)
+        if self._settings.drafts.is_on:
+            drafts = scheduler.try_drafts()
+            self.can_draft = drafts.ways is not None
+            for line in drafts.notes:
+                self._note(line)
         scheduler.cache.begin_anew()
         self._open_disk(scheduler.cache, model)
         look.remember(model, support)
@@ -123,6 +130,7 @@ class EngineStart:
             report=self._report,
             warming=self._settings.warming,
             send_tokens=self._send_tokens,
+            draft_settings=self._settings.drafts,
         )
 
     def _new_ledger(self, model: LoadedModel) -> MemoryLedger:

@@ -5,7 +5,7 @@
     kept              KV in the prefix tree
     write_queue       what waits for the disk and is nowhere else any more
     read_ahead        what came from the disk and is not in the tree yet
-    records, image_features, buffers
+    records, drafts, image_features, buffers
 
 A share is one of what the weights leave, up to a cap; what an operator sets is taken as it is. The rest is headroom:
 for what a chunk of prefill computes with, and for everybody else on the machine.
@@ -34,6 +34,7 @@ of it can be kept beside itself."""
 WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP = 1 / 16, 2**30
 READ_AHEAD_SHARE, READ_AHEAD_CAP = 1 / 32, 2**29
 RECORDS_SHARE, RECORDS_CAP = 1 / 32, 2**29
+DRAFTS_SHARE, DRAFTS_CAP = 1 / 64, 2**28
 IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP = 1 / 32, 2**29
 BUFFERS_SHARE, BUFFERS_CAP = 1 / 16, 2**31
 """Freed buffers that MLX holds for the next step: a chunk of prefill needs the same sizes again."""
@@ -59,6 +60,7 @@ class MemoryPlan:
     write_queue_bytes: int
     read_ahead_bytes: int
     records_bytes: int
+    draft_bytes: int
     image_feature_bytes: int
     buffer_bytes: int
 
@@ -70,7 +72,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All accounts together."""
-        beside = self.write_queue_bytes + self.read_ahead_bytes + self.records_bytes + self.image_feature_bytes
+        on_its_way = self.write_queue_bytes + self.read_ahead_bytes
+        beside = on_its_way + self.records_bytes + self.draft_bytes + self.image_feature_bytes
         return self.pool_bytes + beside + self.buffer_bytes
 
 
@@ -84,6 +87,7 @@ def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = Wan
         write_queue_bytes=_share(rest, WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP),
         read_ahead_bytes=_share(rest, READ_AHEAD_SHARE, READ_AHEAD_CAP),
         records_bytes=wanted.records_bytes or _share(rest, RECORDS_SHARE, RECORDS_CAP),
+        draft_bytes=_share(rest, DRAFTS_SHARE, DRAFTS_CAP),
         image_feature_bytes=wanted.image_feature_bytes or _share(rest, IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP),
         buffer_bytes=_share(rest, BUFFERS_SHARE, BUFFERS_CAP),
     )
@@ -110,7 +114,9 @@ def memory_bytes() -> int:
     return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-Account = Literal["live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"]
+Account = Literal[
+    "live", "copies", "kept", "write_queue", "read_ahead", "records", "drafts", "image_features", "buffers"
+]
 
 QUIET_SECONDS = 30.0
 """A bound that nothing met for so long is not pressed any more: rows come and go faster than a person reads."""
@@ -215,6 +221,7 @@ class MemoryLedger:
             "write_queue": plan.write_queue_bytes,
             "read_ahead": plan.read_ahead_bytes,
             "records": plan.records_bytes,
+            "drafts": plan.draft_bytes,
             "image_features": plan.image_feature_bytes,
             "buffers": plan.buffer_bytes,
         }

@@ -18,6 +18,7 @@ from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import DecodeResult, ExtractedRow
+from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings, DraftSupport
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -46,6 +47,7 @@ class Scheduler:
         report: Callable[[str], None],
         warming: WarmSettings,
         send_tokens: Callable[[], None] = lambda: None,
+        draft_settings: DraftSettings = DEFAULT_DRAFTS,
     ) -> None:
         """Beside prompts streams have `stream_share` of the time. `send_tokens` is called whenever tokens that wait may
         go to their clients."""
@@ -57,7 +59,7 @@ class Scheduler:
         self._rows: list[Row] = []
         self._waiting_for_prefix = WaitingForPrefix(cache, report)
         self._send_tokens = send_tokens
-        self._pool = DecodePool(model, budget.max_rows, send_tokens)
+        self._pool = DecodePool(model, budget.max_rows, send_tokens, draft_settings)
         self._admission = Admission(budget, cache, self._pool)
         self._cache_leases = CacheLeases(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
@@ -85,6 +87,10 @@ class Scheduler:
         return bool(self._pool.num_rows) and not (
             self._turn_order.waiting or self._waiting_for_prefix or self._prefills
         )
+
+    def try_drafts(self) -> DraftSupport:
+        """Find out what the model's caches allow of drafts and what passes cost."""
+        return self._pool.draft_support
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; work ahead of requests makes way."""
@@ -266,6 +272,7 @@ class Scheduler:
                 continue
             self._send_tokens()  # the others wait for nothing that is done now
             self._cache_leases.keep_rest(row, left.caches, left.tokens)
+            self._settle(self._pool.make_way(row))
             with self._or_leaves(row):
                 self._memory.with_second_try(partial(self._pool.enter, row, left.caches))
 
@@ -343,8 +350,9 @@ class Scheduler:
         """Move a row from its prefill into a batch; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
+        padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
+        self._settle(self._pool.make_way(prefill.row, padding_bytes))
         with self._or_leaves(prefill.row):
-            padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, padding_bytes))
             self.cache.totals.num_prefill_tokens += 1
 

@@ -118,6 +118,11 @@ class Engine:
             memory=memory.report() if (memory := self._start.ledger) is not None else None,
         )
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether the model was loaded to be drafted for, and its caches allow that."""
+        return self._start.can_draft
+
     def count(self, account: Account, read: Callable[[], int]) -> None:
         """Count in this model's ledger what another part of the server holds for it. Before `start`."""
         self._start.outside[account] = read

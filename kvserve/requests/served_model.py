@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvserve.core import Principal, RequestDefaults, Turn
+from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import OutputFormat
@@ -48,6 +49,9 @@ class ServedModel:
     unheld_calls: str | None = None
     """Why calls in the form of the model's own template are not held, where they are not."""
 
+    drafts: DraftTexts | None = None
+    """What next tokens are drafted from; None where nothing is drafted."""
+
     def with_rows(self, vocab_size: int) -> "ServedModel":
         """The same of a model that has rows for the tokens below `vocab_size`: what it is made to write has one. A tag
         whose own token has none is written in letters."""
@@ -68,6 +72,13 @@ class ServedModel:
         """Whether the tokenizer has tokens that its model does not: Gemma 3's has one for pictures, its models of text
         alone have no row for it."""
         return self.tokenizer.vocab_size > self.vocab_size
+
+    def clear(self) -> None:
+        """Forget every conversation."""
+        self.conversations.clear()
+        self.clear_memos()
+        if self.drafts is not None:
+            self.drafts.clear()
 
     def clear_memos(self) -> None:
         """Forget the words of earlier prompts that are kept only to be faster."""

@@ -1,0 +1,134 @@
+"""What a pass of the model takes by its width, the number of tokens in it, and by the row's length: measured at load,
+and again with every pass. So many drafted tokens are worth a pass as give most tokens a second. It knows no tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from kvserve.engine.kv_buffers import held_arrays
+
+MAX_PASS_TOKENS = 16
+"""No pass of a row that decodes is wider: what a draft brings is used up before."""
+
+MEASURED_WIDTHS = (1, 2, 4, 8, 16)
+NUM_NEWEST = 5
+"""Of so many passes the median counts: one that something else delayed says nothing."""
+
+LEAST_CHANGE = 0.02
+"""Medians that move by less than this share lead to the same choice."""
+
+
+class PassCosts:
+    """Seconds of passes. Belongs to the engine thread. No pass is wider than `max_width`."""
+
+    def __init__(self, max_width: int = MAX_PASS_TOKENS) -> None:
+        self.max_width = max_width
+        self._newest: dict[int, dict[int, deque[float]]] = {}
+        self._medians: dict[int, dict[int, float]] = {}
+        self._described: deque[float] = deque(maxlen=NUM_NEWEST)
+        self._tables: dict[int, list[float] | None] = {}
+
+    def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
+        """Try one row in passes of each width, the second of two, as the first may compile."""
+        caches = new_caches()
+        for width in MEASURED_WIDTHS:
+            for _ in range(2):
+                started = perf_counter()
+                logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
+                mx.eval(mx.argmax(logits[0], axis=-1), held_arrays(caches))
+                seconds = perf_counter() - started
+            self.note(width, 2 * sum(MEASURED_WIDTHS), seconds)
+
+    def note(self, width: int, num_tokens: int, seconds: float) -> None:
+        """Learn from a pass of a row that had so many tokens."""
+        length = num_tokens.bit_length()
+        newest = self._newest.setdefault(length, {}).setdefault(width, deque(maxlen=NUM_NEWEST))
+        newest.append(seconds)
+        known, found = self._medians.setdefault(length, {}), median(newest)
+        if abs(found - known.get(width, 0.0)) > LEAST_CHANGE * found:
+            known[width] = found
+            self._tables.clear()
+
+    def note_described(self, seconds: float) -> None:
+        """Learn how long it takes to describe a pass, which a plain step does while the last one computes."""
+        self._described.append(seconds)
+
+    def seconds(self, width: int, num_tokens: int) -> float | None:
+        """What such a pass takes; None before anything was measured."""
+        table = self._table(num_tokens)
+        return table[min(width, len(table)) - 1] if table is not None else None
+
+    def seconds_more(self, width: int, num_tokens: int) -> float:
+        """How much longer such a pass takes than a plain step; 0 before anything was measured."""
+        return (self.seconds(width, num_tokens) or 0.0) - (self.seconds(1, num_tokens) or 0.0)
+
+    def num_worth(self, chances: Sequence[float], num_tokens: int, num_again: int, *, goes_back: bool) -> int:
+        """How many drafted tokens give most tokens a second, 0 where a plain step gives as many.
+
+        `chances[i]`: how likely token i is where all before it are right. `num_again` tokens have to go through the
+        model in any case, before the pending one. `goes_back`: where a token is wrong, all right ones pass again.
+        """
+        table = self._table(num_tokens)
+        if table is None:
+            return 0
+        best, best_rate = 0, 1 / table[min(num_again, len(table) - 1)]
+        expected, reached, again_seconds = 1.0, 1.0, 0.0
+        for count, chance in enumerate(chances[: self.max_width - 1 - num_again], 1):
+            if goes_back:  # the tokens so far pass again where this one is wrong
+                again_seconds += reached * (1 - chance) * (table[min(num_again + count, len(table) - 1)] - table[0])
+            reached *= chance
+            expected += reached
+            rate = expected / (table[num_again + count] + again_seconds)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def is_worth_reading(self, chance: float, chances: Sequence[float], num_tokens: int) -> bool:
+        """Whether to wait for the pending token, which is the drafted one by this chance: where it is another, the next
+        pass was not described meanwhile, and nothing came of it."""
+        table = self._table(num_tokens)
+        if table is None or not chances:
+            return False
+        expected, reached = 1.0, 1.0
+        for each in chances:
+            reached *= each
+            expected += reached
+        saved_seconds = expected * table[0] - table[min(len(chances), len(table) - 1)]
+        lost_seconds = median(self._described) if self._described else 0.0
+        return chance * saved_seconds > (1 - chance) * lost_seconds
+
+    def _table(self, num_tokens: int) -> list[float] | None:
+        """Seconds of passes of 1, 2, ... tokens; on lines between those that were measured."""
+        place = num_tokens.bit_length()
+        if place not in self._tables:
+            self._tables[place] = self._tabled(place)
+        return self._tables[place]
+
+    def _tabled(self, place: int) -> list[float] | None:
+        """What was not tried at about this length costs as many times a plain step as at the next one where it was."""
+        plain = {length: near[1] for length, near in self._medians.items() if 1 in near}
+        if not plain:
+            return None
+
+        def plain_near(length: int) -> float:
+            return plain[min(plain, key=lambda other: (abs(other - length), other))]
+
+        times = dict[int, float]()
+        for length in sorted(self._medians, key=lambda other: (abs(other - place), other), reverse=True):
+            times |= {width: found / plain_near(length) for width, found in self._medians[length].items()}
+        widths, seconds = sorted(times), plain_near(place)
+        return [_between(times, widths, width) * seconds for width in range(1, MAX_PASS_TOKENS + 1)]
+
+
+def _between(known: dict[int, float], widths: Sequence[int], width: int) -> float:
+    """On the line between the two nearest; beyond the widest as much a token as there."""
+    low = max(each for each in widths if each <= width)
+    high = next((each for each in widths if each >= width), None)
+    if high is None:
+        return known[low] * width / low
+    return known[low] + (known[high] - known[low]) * (width - low) / max(1, high - low)
