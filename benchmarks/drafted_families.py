@@ -62,6 +62,9 @@ REQUEST = GenerationRequest(
     frozenset(),
 )
 SILENCE_SECONDS = 300.0
+LOAD_SECONDS = 900.0
+"""The checks of a start go through a model of this size a hundred times."""
+
 GAIN, NOT_SLOWER, NEVER_SLOWER = Bound("at least", 1.3), Bound("at least", 1.0), Bound("at least", 0.97)
 """The first two where a fast BLAS makes a wider pass pay; elsewhere nothing need be drafted."""
 
@@ -106,7 +109,7 @@ class Written:
 def measure_family(family: str, folder: Path, num_rounds: int, wanted: Wanted) -> Iterator[Led]:
     """Pairs of answers to one prompt, with other drafts each round: spoiled copies of its first answer."""
     lead = lead_for(wanted)
-    with running_engine(folder, None) as engine:
+    with running_engine(folder, None, start_seconds=LOAD_SECONDS) as engine:
         answer = write(engine, REQUEST)
         for number in range(-1, num_rounds):
             led = _pair(family, partial(_asked, engine, answer, lead, number), is_drafted_first=number % 2 == 1)
@@ -126,7 +129,7 @@ def _pair(family: str, ask: Callable[..., Written], *, is_drafted_first: bool) -
     found = {is_drafted: ask(is_drafted=is_drafted) for is_drafted in (is_drafted_first, not is_drafted_first)}
     plain, drafted = found[False], found[True]
     is_same = plain.tokens == drafted.tokens
-    others = [] if is_same else [ask(is_drafted=each, num_top_logprobs=2) for each in (False, True)]
+    again = partial(ask, num_top_logprobs=2)
     return Led(
         family,
         tokens_per_second([plain.arrived]),
@@ -136,7 +139,7 @@ def _pair(family: str, ask: Callable[..., Written], *, is_drafted_first: bool) -
         drafted.drafting.num_drafted_tokens,
         drafted.drafting.num_accepted_tokens,
         is_same,
-        num_unexplained(*others, (plain, drafted)) if others else 0,
+        0 if is_same else num_unexplained(again(is_drafted=False), again(is_drafted=True), (plain, drafted)),
     )
 
 

@@ -6,14 +6,15 @@ prints no table and knows no bound.
 
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.client import GREEDY, BenchmarkError, Client, Stream
 from benchmarks.decode_rate import Arrived, tokens_per_second
-from benchmarks.rig import forget, settle
+from benchmarks.rig import ask, forget, settle
 from benchmarks.same_text import Answer, Compared, Messages, answer, compared
 
 PROMPTS = Path(__file__).with_name("speculation_prompts.toml")
@@ -171,7 +172,15 @@ def ask_at_once(
     answers = tuple(told_by(stream) for stream in streams)
     if not is_drafted and any(told.num_accepted or told.num_rejected for told in answers):
         raise BenchmarkError("an answer was drafted that was not to be")
+    if num_from_records(ask(port, "GET", "/v1/cache")[1]):
+        raise BenchmarkError("an answer was drafted from another one, which was forgotten")
     return answers
+
+
+def num_from_records(cache: Mapping[str, Any]) -> int:
+    """Drafted tokens, by the body of `GET /v1/cache`, that come from other conversations."""
+    from_records = cache.get("speculation", {}).get("by_source", {}).get("records", {})
+    return int(from_records.get("num_drafted_tokens", 0))
 
 
 def forget_all(port: int) -> None:

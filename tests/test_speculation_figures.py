@@ -23,6 +23,7 @@ from benchmarks.speculation_asked import (
     acceptance,
     all_pairs,
     compared_texts,
+    num_from_records,
     read_prompts,
     tokens_a_step,
     told_by,
@@ -102,6 +103,13 @@ def test_an_answer_is_read_off_its_stream() -> None:
     found = told_by(stream)
     assert found == Told("abc", "length", Arrived(((1.0, 2), (2.0, 1)), 6), 4, 1)
     assert found.num_steps == 2
+
+
+def test_drafts_from_other_answers_are_seen_in_what_the_server_tells() -> None:
+    """Also where it tells of no drafts."""
+    body = {"speculation": {"by_source": {"records": {"num_drafted_tokens": 3, "num_accepted_tokens": 0}}}}
+    assert num_from_records(body) == 3
+    assert num_from_records({"speculation": {"by_source": {}}}) == num_from_records({}) == 0
 
 
 # --- pairs and figures ------------------------------------------------------------------------------------------------
