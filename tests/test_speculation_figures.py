@@ -4,6 +4,7 @@ how much a led drafter knows. The server and the engine that it asks are tried b
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import drafted_families, nothing_drafted, speculation
 from benchmarks.client import BenchmarkError, Stream
 from benchmarks.decode_rate import Arrived, tokens_per_second
 from benchmarks.drafted_families import Led, Written, num_unexplained
+from benchmarks.figure import Bound, Figure
 from benchmarks.led_drafts import OF_EDITS, Lead, LedDrafter, Wanted, lead_for
 from benchmarks.same_text import Answer, Compared, Drawn
 from benchmarks.speculation_asked import (
@@ -287,3 +289,44 @@ def test_where_nothing_is_drafted_speed_is_compared_and_drafts_are_told() -> Non
     assert figure.absolute.endswith("9 tokens drafted beside 576")
     assert nothing_drafted.speed(1, [(10.0, 9.6)], [usage]).is_missed
     assert nothing_drafted.own_time(1, [(1.0, 0.9)], [usage]).value == pytest.approx(1000 * 0.1 / 512)
+
+
+# --- the parts together -----------------------------------------------------------------------------------------------
+
+
+def figure(name: str, value: float) -> Figure:
+    return Figure("speculation", name, "", (value,), Bound("at least", 1.0), "")
+
+
+def test_every_part_is_kept_as_soon_as_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The led drafts are like those of the edits that were measured before them; the exit code says what is missed."""
+    wanted: list[Wanted] = []
+
+    def families(_library: object, _num_rounds: int, like: Wanted) -> tuple[str, list[Figure]]:
+        wanted.append(like)
+        return "led", [figure("b", 0.5)]
+
+    def fails(_num_rounds: int) -> list[Figure]:
+        raise BenchmarkError("no server")
+
+    file = tmp_path / "speculation.md"
+    monkeypatch.setattr(speculation, "RESULTS", file)
+    monkeypatch.setattr(speculation, "fast_library", lambda _: Path("/opt/some/lib.so"))
+    monkeypatch.setattr(speculation, "prompts_part", lambda *_: ("asked", [figure("a", 2.0)], Wanted(2.0, 0.7)))
+    monkeypatch.setattr(speculation, "families_part", families)
+    monkeypatch.setattr(nothing_drafted, "run", fails)
+    assert speculation.main(["--prompts"]) == 0
+    assert not file.exists()
+    assert speculation.main(["--prompts", "--families", "--save"]) == 1
+    assert "missed: b" in capsys.readouterr().out
+    assert speculation.main(["--save"]) == 1
+    assert "failed: no server" in capsys.readouterr().out
+    assert wanted == [Wanted(2.0, 0.7)] * 2
+    text = file.read_text("utf-8")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## Prompts of real text",
+        "## Led drafts on random models",
+    ]
+    assert "asked" in text and "led" in text and "/opt" not in text
