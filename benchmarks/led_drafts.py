@@ -34,12 +34,17 @@ class Lead:
 
 
 def lead_for(wanted: Wanted) -> Lead:
-    """The lead that makes drafts so, where the model tries them whole."""
+    """The lead that makes drafts so, where the model tries them whole.
+
+    Mostly the engine has drawn the first token of a draft already, without having read it: then the draft is of no use
+    where that is wrong, and one token shorter where it is right.
+    """
     low, high = 0.0, 1.0
     for _ in range(40):
         spoiled = (low + high) / 2
         low, high = (spoiled, high) if _num_accepted(spoiled) > wanted.acceptance * NUM_DRAFTED else (low, spoiled)
-    return Lead(min(1.0, (wanted.tokens_a_step - 1) / max(_num_accepted(low), 1e-9)), low)
+    num_gained = _num_accepted(low) * (1 - low) * (NUM_DRAFTED - 1) / NUM_DRAFTED
+    return Lead(min(1.0, (wanted.tokens_a_step - 1) / max(num_gained, 1e-9)), low)
 
 
 def _num_accepted(spoiled: float) -> float:

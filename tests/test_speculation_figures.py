@@ -214,23 +214,44 @@ def test_what_is_saved_names_no_path() -> None:
 # --- led drafts -------------------------------------------------------------------------------------------------------
 
 
+def accepted_as_by_the_engine(drafter: LedDrafter, answer: Sequence[int]) -> tuple[int, int, int]:
+    """Passes, tokens that were drafted, and those accepted, where what is drawn is the answer. A draft is asked for
+    before the token is read that was drawn last, and again behind that one where it is another or known."""
+    place = num_followed = num_steps = num_drafted = num_accepted = 0
+    is_read = False
+
+    def proposed(end: int) -> tuple[int, ...]:
+        nonlocal num_followed
+        drafter.follow(answer[num_followed:end])
+        num_followed = max(end, num_followed)
+        draft = drafter.propose(100)
+        return draft.tokens if draft is not None else ()
+
+    while place < len(answer):
+        num_steps += 1
+        tried: tuple[int, ...] = ()
+        if not is_read and (found := proposed(place)):
+            is_read, tried = True, found[1:] if found[0] == answer[place] else proposed(place + 1)
+        elif is_read:
+            tried = proposed(place + 1)
+        behind = answer[place + 1 : place + 1 + len(tried)]
+        num_right = next(
+            (at for at, pair in enumerate(zip(tried, behind, strict=False)) if pair[0] != pair[1]), len(behind)
+        )
+        place, is_read = place + 1 + num_right, bool(tried)
+        num_drafted, num_accepted = num_drafted + len(tried), num_accepted + num_right
+    return num_steps, num_drafted, num_accepted
+
+
 @pytest.mark.parametrize("wanted", [OF_EDITS, Wanted(2.5, 0.9), Wanted(1.2, 0.3), Wanted(1.0, 0.5)])
 def test_a_led_drafter_is_accepted_as_often_as_is_wanted(wanted: Wanted) -> None:
-    """Verified as a model does: what is drawn is the answer, and a draft counts up to its first wrong token."""
-    answer = [300 + place * 7919 % 600 for place in range(20_000)]
-    drafter = LedDrafter(answer, lead_for(wanted), 0)
-    place = num_steps = num_drafted = num_accepted = 0
-    while place < len(answer):
-        draft = drafter.propose(100)
-        tokens = draft.tokens if draft is not None else ()
-        right = next((at for at, token in enumerate(tokens) if token != answer[place + at]), len(tokens))
-        taken = answer[place : place + right + 1]
-        drafter.follow(taken)
-        place, num_steps = place + len(taken), num_steps + 1
-        num_drafted, num_accepted = num_drafted + len(tokens), num_accepted + right
-    assert len(answer) / num_steps == pytest.approx(wanted.tokens_a_step, rel=0.05)
+    """About so many tokens come a step, and of the drafted ones that share is right."""
+    answer = [300 + place * 7919 % 600 for place in range(8_000)]
+    found = accepted_as_by_the_engine(LedDrafter(answer, lead_for(wanted), 0), answer)
+    num_steps, num_drafted, num_accepted = found
+    assert len(answer) / num_steps == pytest.approx(wanted.tokens_a_step, rel=0.1)
     if wanted.tokens_a_step > 1:
-        assert num_accepted / num_drafted == pytest.approx(wanted.acceptance, abs=0.05)
+        assert num_accepted / num_drafted == pytest.approx(wanted.acceptance, abs=0.06)
 
 
 def test_a_led_drafter_keeps_to_what_is_asked_of_it() -> None:
