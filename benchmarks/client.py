@@ -72,6 +72,14 @@ class Stream:
                 return dict(payload["usage"])
         raise BenchmarkError(f"the answer ended without usage: {self._raw[-3:]}")
 
+    def finish_reason(self) -> str:
+        """Why a finished answer ended. Raises BenchmarkError where it does not say."""
+        self._take_apart()
+        for _, event in reversed(self._raw):
+            if (choices := _payload(event).get("choices")) and choices[0].get("finish_reason"):
+                return str(choices[0]["finish_reason"])
+        raise BenchmarkError(f"the answer ended without a reason: {self._raw[-3:]}")
+
     def _take_apart(self) -> None:
         """Make events of what has arrived. Raises BenchmarkError for an error answer."""
         arrived, self._arrived = self._arrived, []

@@ -188,7 +188,9 @@ def _disk(engine: Engine) -> DiskReport:
 
 
 @contextlib.contextmanager
-def running_engine(folder: Path, kv: Path | None, *, is_ephemeral: bool = False) -> Iterator[Engine]:
+def running_engine(
+    folder: Path, kv: Path | None, *, is_ephemeral: bool = False, start_seconds: float = START_SECONDS
+) -> Iterator[Engine]:
     """A running engine, with KV on disk below `kv`; at its end all of it is written."""
     disk = DiskSettings(kv, None, 0, 24.0, is_ephemeral=is_ephemeral) if kv is not None else None
     settings = EngineSettings(
@@ -206,7 +208,7 @@ def running_engine(folder: Path, kv: Path | None, *, is_ephemeral: bool = False)
     engine = Engine(folder, settings, grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     try:
-        engine.wait_until_ready(START_SECONDS)
+        engine.wait_until_ready(start_seconds)
         yield engine
     finally:
         engine.stop(START_SECONDS)

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from benchmarks.client import BenchmarkError, Client, Stream
 from benchmarks.prompts import Prompt
@@ -62,6 +62,10 @@ class HttpAnswers:
             self._check()
             return True
         return False
+
+    def usages(self) -> list[dict[str, Any]]:
+        """What each answer's usage says, once all are through."""
+        return [stream.usage() for stream in self._streams]
 
     def _is_over(self) -> bool:
         return all(stream.ended_at is not None for stream in self._streams)

@@ -11,7 +11,7 @@ from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import Prompt
 
 MAX_CHARACTERS_A_TOKEN: Final = 16
-"""A prediction of more characters than this for each token that the context holds is not read to its end."""
+"""A prediction of more characters than this for each token that the answer may have is not read to its end."""
 
 
 def drafter_of(turn: Turn, prompt: Prompt, served: ServedModel) -> TextDrafter | None:
