@@ -1,6 +1,7 @@
 """Whose words the drafts of a turn come from, and what a turn leaves for those of later ones. It joins the turn with
 what drafts; no word of an answer depends on it, only how fast it comes."""
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvserve.core import AGENTS, SessionHint, Turn
@@ -14,15 +15,15 @@ MAX_CHARACTERS_A_TOKEN: Final = 16
 """A prediction of more characters than this for each token that the answer may have is not read to its end."""
 
 
-def drafter_of(turn: Turn, prompt: Prompt, served: ServedModel) -> TextDrafter | None:
-    """What drafts the answer to a turn; None where nothing is drafted. Within the turn's `keeping`: what its principal
-    may be drafted from holds the prompt from here on, unless the turn leaves no record."""
+def drafter_of(turn: Turn, prompt: Prompt, max_tokens: int, served: ServedModel) -> TextDrafter | None:
+    """What drafts the answer to a turn, of at most so many tokens; None where nothing is drafted. Within the turn's
+    `keeping`: what its principal may be drafted from holds the prompt from here on, unless the turn leaves no record.
+    """
     if served.drafts is None or not turn.may_draft:
         return None
     owner = text_owner(turn.session, served.partition(turn.session.principal))
-    return served.drafts.begin(
-        owner, prompt.tokens.ids, _prediction(turn, served), keep=not turn.session.leaves_no_record
-    )
+    said = predicted(turn.prediction, served.tokenizer.encode, max_tokens, served.vocab_size)
+    return served.drafts.begin(owner, prompt.tokens.ids, said, keep=not turn.session.leaves_no_record)
 
 
 def leave_for_drafts(submitted: Submitted) -> None:
@@ -40,7 +41,11 @@ def text_owner(session: SessionHint, partition: str) -> TextOwner:
     return TextOwner(str(session.principal), session.session_id, partition, is_one_client=not session.is_shared_id)
 
 
-def _prediction(turn: Turn, served: ServedModel) -> tuple[int, ...]:
-    """The client's prediction in tokens."""
-    text = turn.prediction[: served.context_limit * MAX_CHARACTERS_A_TOKEN]
-    return tuple(served.tokenizer.encode(text)) if text else ()
+def predicted(text: str, encode: Callable[[str], Sequence[int]], max_tokens: int, num_rows: int) -> tuple[int, ...]:
+    """A client's prediction in tokens: as many as the answer may have, and none from one on that the model has no row
+    for, as drafts go through the model."""
+    if not text:
+        return ()
+    ids = encode(text[: max_tokens * MAX_CHARACTERS_A_TOKEN])[:max_tokens]
+    end = next((place for place, token in enumerate(ids) if token >= num_rows), len(ids))
+    return tuple(ids[:end])

@@ -85,7 +85,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
         partition=served.partition(turn.session.principal),
         is_forgotten=not may_keep,
         num_top_logprobs=turn.num_top_logprobs,
-        drafter=(drafter := drafter_of(turn, prompt, served)),
+        drafter=(drafter := drafter_of(turn, prompt, max_tokens, served)),
     )
     generation = served.engine.submit(request)
     submitted = Submitted(

@@ -8,7 +8,7 @@ import pytest
 from kvserve.core import AGENTS, NOBODY, Principal, SessionHint
 from kvserve.drafting.kept_text import TextOwner
 from kvserve.drafting.texts import DraftTexts
-from kvserve.requests.drafts import text_owner
+from kvserve.requests.drafts import MAX_CHARACTERS_A_TOKEN, predicted, text_owner
 
 ANN, BOB = Principal(key="a" * 16), Principal(key="b" * 16)
 PROMPT, ANSWER = tuple(range(100, 140)), tuple(range(200, 240))
@@ -63,3 +63,26 @@ def test_nobody_is_drafted_from_the_words_of_another(one: SessionHint, other: Se
 def test_words_of_another_would_be_seen(one: SessionHint, other: SessionHint) -> None:
     """The control: where owners are not told apart the drafts above are there."""
     assert drafted(one, other, lambda _session, _partition: TextOwner("anybody")) == ANSWER[8:12]
+
+
+def letters(text: str) -> list[int]:
+    """A token a letter."""
+    return list(map(ord, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "num_rows", "expected"),
+    [("", 9, 128, ""), ("abc", 9, 128, "abc"), ("abc", 2, 128, "ab"), ("abzc", 9, ord("z"), "ab"), ("z", 9, 1, "")],
+)
+def test_of_a_prediction_as_much_is_drafted_as_may_be_written(
+    text: str, max_tokens: int, num_rows: int, expected: str
+) -> None:
+    """No more than the answer may have, and no token that the model has no row for: what is drafted goes through it."""
+    assert predicted(text, letters, max_tokens, num_rows) == tuple(map(ord, expected))
+
+
+def test_a_prediction_of_any_length_is_read_as_far_as_the_answer_may_be_long() -> None:
+    """A client may send megabytes."""
+    read: list[str] = []
+    predicted("a" * 10**6, lambda text: read.append(text) or letters(text), 10, 128)
+    assert [len(text) for text in read] == [10 * MAX_CHARACTERS_A_TOKEN]
