@@ -253,8 +253,7 @@ class Scheduler:
     def _put_back_outgrown(self) -> None:
         """Let the newest row wait where answers longer than their allowance have outgrown the memory for all. It
         continues from what it has computed."""
-        rows = self._pool.rows()
-        if len(rows) < 2 or not self._admission.is_outgrown():
+        if len(rows := self._pool.rows()) < 2 or not self._admission.is_outgrown():
             return
         row = max(rows, key=lambda each: each.submitted_at)
         if (left := self._taken_out(row)) is None:
@@ -272,7 +271,8 @@ class Scheduler:
                 continue
             self._send_tokens()  # the others wait for nothing that is done now
             self._cache_leases.keep_rest(row, left.caches, left.tokens)
-            self._settle(self._pool.make_way(row))
+            with self._cache_leases.in_transit(row):
+                self._settle(self._pool.make_way(row))
             with self._or_leaves(row):
                 self._memory.with_second_try(partial(self._pool.enter, row, left.caches))
 
@@ -348,10 +348,10 @@ class Scheduler:
 
     def _decode(self, prefill: Prefill) -> None:
         """Move a row from its prefill into a batch; the first decode step computes its last prompt token."""
+        padding_bytes = self._admission.padding_left(self._turn_order.running())
+        self._settle(self._pool.make_way(prefill.row, padding_bytes))  # as long as this one counts as a prefill
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
-        padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
-        self._settle(self._pool.make_way(prefill.row, padding_bytes))
         with self._or_leaves(prefill.row):
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, padding_bytes))
             self.cache.totals.num_prefill_tokens += 1

@@ -3,6 +3,7 @@ changes its form, and where something breaks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -14,11 +15,14 @@ from kvserve.core import Draft, Drafted, GenerationDone, Grammar, ThinkingLimit
 from kvserve.engine import decode, draft_support
 from kvserve.engine import rows as rows_module
 from kvserve.engine.draft_support import DraftSettings, find_draft_support
+from kvserve.engine.kv_buffers import with_arrays
 from kvserve.engine.logits_processors import GrammarProcessor, ThinkingLimiter
 from kvserve.engine.model import load
 from kvserve.engine.pass_costs import MEASURED_WIDTHS, PassCosts
+from kvserve.engine.quantised import Quantiser
 from kvserve.engine.retreat import Retreat
 from kvserve.engine.row_drafts import RowDrafts
+from kvserve.engine.self_check import CachesDiffer
 from kvserve.engine.width_noise import agreeing_width, find_width_noise
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.engine.engines import (
@@ -142,17 +146,28 @@ def test_what_is_kept_of_a_drafted_answer_is_what_a_cold_row_holds(family: str) 
 
 
 @pytest.mark.parametrize("bits", sampled((4, 8), {8}))
-def test_an_answer_that_comes_past_the_start_of_quantised_kv(bits: Any) -> None:
-    """No pass goes beyond it: the tokens before are those in full precision."""
-    prompt = prompt_of(90)
+def test_an_answer_that_comes_past_the_start_of_quantised_kv(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass goes beyond it: the row is converted where it is without drafts."""
+    prompt, converted, real = prompt_of(90), list[int](), Quantiser.convert
+
+    def convert(self: Quantiser, caches: list[Any]) -> list[Any]:
+        converted.extend(leaf.offset for leaf in caches[:1])
+        return real(self, caches)
+
+    monkeypatch.setattr(Quantiser, "convert", convert)
     with engine_of(replace(QWEN3, kv=uniform(bits, 101))) as engine, drafts_tried():
+        converted.clear()
         plain = generate(engine, request(prompt, NUM_TOKENS))[0]
+        assert converted == [101]
         engine.clear_cache()
         for is_spoilt in (lambda _: False, lambda place: place % 3 == 2):
+            engine._ask(lambda scheduler: scheduler.try_drafts())
+            converted.clear()
             drafter = LedDrafter(plain.tokens, is_spoilt)
             found = generate(engine, replace(request(prompt, NUM_TOKENS), drafter=drafter))[0]
             assert_exact(found, plain.tokens)
             assert isinstance(found.end, GenerationDone) and found.end.drafting.num_accepted_tokens > 5
+            assert converted == [101]
             engine.clear_cache()
 
 
@@ -246,6 +261,19 @@ def test_caches_that_do_not_come_back_decode_plainly(monkeypatch: pytest.MonkeyP
     assert_exact(found, plain.tokens)
     assert isinstance(found.end, GenerationDone)
     assert (found.end.drafting.num_accepted_tokens > 0) == (new_cache is Unmergeable)
+
+
+def test_a_class_that_writes_into_what_is_held_is_found() -> None:
+    """However little of it shows in logits."""
+    leaf = SimpleNamespace(rows=mx.zeros((1, 4)))
+    retreat = Retreat.before([leaf], ["hold"])
+    before = [with_arrays(held, mx.contiguous) for held in retreat.held]
+    mx.eval(before[0].rows)
+    leaf.rows = leaf.rows + 1
+    draft_support._check_held(retreat, before)
+    retreat.held[0].rows[0, 0] = 1
+    with pytest.raises(CachesDiffer, match="writes into its arrays"):
+        draft_support._check_held(retreat, before)
 
 
 # --- by themselves ----------------------------------------------------------------------------------------------------
