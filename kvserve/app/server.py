@@ -39,7 +39,8 @@ from kvserve.config import Launch
 from kvserve.core import JsonObject, TokenSequence, Turn
 from kvserve.core.keeping import Scope
 from kvserve.engine.caches_seen import note_code
-from kvserve.engine.model import expected_sizes, fetched_folder
+from kvserve.engine.hub import fetched_folder
+from kvserve.engine.model import expected_sizes
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.warming import Warming
 from kvserve.errors import ModelLoadError, NotReady, RequestError

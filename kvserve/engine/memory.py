@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import mlx.core as mx
@@ -52,7 +52,7 @@ class WantedMemory:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes that each account may hold. `kv_bytes` is for what is kept, running rows counted first; `batch_bytes` for
-    the rows that run, at their peak."""
+    the rows that run, at their peak. `draft` is what the draft model's KV may take besides, if there is one."""
 
     kv_bytes: int
     batch_bytes: int
@@ -61,6 +61,7 @@ class MemoryPlan:
     records_bytes: int
     image_feature_bytes: int
     buffer_bytes: int
+    draft: "MemoryPlan | None" = None
 
     @property
     def pool_bytes(self) -> int:
@@ -68,10 +69,29 @@ class MemoryPlan:
         return max(self.kv_bytes, self.batch_bytes)
 
     @property
+    def all_pool_bytes(self) -> int:
+        """The same with the KV of the draft model."""
+        return self.pool_bytes + (self.draft.pool_bytes if self.draft is not None else 0)
+
+    @property
     def total_bytes(self) -> int:
         """All accounts together."""
         beside = self.write_queue_bytes + self.read_ahead_bytes + self.records_bytes + self.image_feature_bytes
-        return self.pool_bytes + beside + self.buffer_bytes
+        drafts = self.draft.total_bytes if self.draft is not None else 0
+        return self.pool_bytes + beside + self.buffer_bytes + drafts
+
+    def with_draft(self, share: float) -> "MemoryPlan":
+        """The same memory, of whose KV a draft model has this share."""
+        draft_kv_bytes = int(share * self.pool_bytes)
+        queue_bytes, ahead_bytes = int(share * self.write_queue_bytes), int(share * self.read_ahead_bytes)
+        return replace(
+            self,
+            kv_bytes=self.kv_bytes - int(share * self.kv_bytes),
+            batch_bytes=self.batch_bytes - int(share * self.batch_bytes),
+            write_queue_bytes=self.write_queue_bytes - queue_bytes,
+            read_ahead_bytes=self.read_ahead_bytes - ahead_bytes,
+            draft=MemoryPlan(draft_kv_bytes, draft_kv_bytes, queue_bytes, ahead_bytes, 0, 0, 0),
+        )
 
 
 def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = WantedMemory()) -> MemoryPlan:
@@ -110,7 +130,11 @@ def memory_bytes() -> int:
     return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-Account = Literal["live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"]
+Account = Literal[
+    "live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers", "draft_kv"
+]
+
+KV_ACCOUNTS: tuple[Account, ...] = ("live", "copies", "kept", "write_queue", "read_ahead")
 
 QUIET_SECONDS = 30.0
 """A bound that nothing met for so long is not pressed any more: rows come and go faster than a person reads."""
@@ -205,6 +229,11 @@ class MemoryLedger:
         kept = self.held("kept") if kept_bytes is None else kept_bytes
         return self.reserved_bytes + kept + num_bytes <= self.plan.pool_bytes
 
+    @property
+    def all_kv_bytes(self) -> int:
+        """Bytes of all KV in memory, wherever it is on its way."""
+        return sum(self.held(account) for account in KV_ACCOUNTS)
+
     def report(self) -> MemoryReport:
         """A look at all of it."""
         plan = self.plan
@@ -218,6 +247,8 @@ class MemoryLedger:
             "image_features": plan.image_feature_bytes,
             "buffers": plan.buffer_bytes,
         }
+        if plan.draft is not None:
+            bounds = {**bounds, "draft_kv": plan.draft.total_bytes}
         accounts = {account: Held(self.held(account), max_bytes) for account, max_bytes in bounds.items()}
         total = sum(each.num_bytes for each in accounts.values())
         return MemoryReport(accounts, total, plan.total_bytes, self.pressures())
