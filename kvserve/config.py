@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from kvserve.errors import SettingError, StartupError
 from kvserve.settings.env_file import read_text
 from kvserve.settings.flags import SETTING_OF_FLAG, DemoKind, FlagError, misspelt, misspelt_words, parse_flags
-from kvserve.settings.kinds import DEFAULTS, KINDS, BlasSearch, GroupSize, KvBits, ModelFamily, QuantScheme
+from kvserve.settings.kinds import DEFAULTS, KINDS, BlasSearch, DraftLimit, GroupSize, KvBits, ModelFamily, QuantScheme
 from kvserve.settings.start_checks import refuse_equal_ports, refuse_misspelt, refuse_model_of_demo
 
 NameList = Annotated[tuple[str, ...], NoDecode]
@@ -174,6 +174,10 @@ class Settings(BaseSettings):
         0, description="Memory that macOS may not move: OFF, a size, or AUTO = weights, KV and buffers. Metal only."
     )
     prefill_step_size: int = Field(2048, description="Most tokens in one prefill chunk; measured time shortens it.")
+    speculation: DraftLimit | int = Field(
+        "auto",
+        description="Draft next tokens from what was read and written: AUTO, at most so many a step, or OFF.",
+    )
     blas_library: BlasSearch | Path = Field(
         DEFAULTS["blas_library"],
         description="The BLAS for products in float32 on Linux: AUTO looks for one, OFF takes the wheel's, or a file.",

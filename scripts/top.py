@@ -76,6 +76,10 @@ def figures(state: Json) -> Table:
         used, wasted = warming["num_used_tokens"], warming["num_wasted_tokens"]
         spent = f"{warming['num_warmed_tokens']:,} tokens in {span(warming['seconds'])}"
         rows.append(("warmed", f"{spent}, {used:,} used by requests, {wasted:,} in vain"))
+    if (drafts := cache.get("speculation")) is not None and drafts["num_drafted_tokens"]:
+        right = share(drafts["num_accepted_tokens"], drafts["num_drafted_tokens"])
+        saved = f"{drafts['seconds_saved']:.1f} s saved"
+        rows.append(("drafts", f"{right} right, {drafts['tokens_per_step']:.1f} tokens a step, {saved}"))
     if state["causes"]:
         rows.append(("causes", ", ".join(f"{cause} {number:,}" for cause, number in state["causes"].items())))
     rows += [(name, str(number)) for name, number in (cache.get("counters") or {}).items()]

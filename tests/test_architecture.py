@@ -30,7 +30,7 @@ OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
 ORDER = (
     ("core", "errors"),
     ("settings",),
-    ("config", "agents", "cache", "canonical", "demo", "output", "prompt", "protocols", "sessions"),
+    ("config", "agents", "cache", "canonical", "demo", "drafting", "output", "prompt", "protocols", "sessions"),
     ("engine", "explain", "proxy"),
     ("identity",),
     ("requests",),

@@ -107,6 +107,7 @@ def assert_gone(app: AppUnderTest, folder: Path) -> None:
     for word, is_kept in ((GONE, False), (KEPT, True)):
         ids = app.served.tokenizer.encode(said(word))
         assert in_cache(app.served.engine, ids[16:32]) is is_kept, word
+        assert in_drafts(app, ids[16:32]) is is_kept, word
 
 
 def in_cache(engine: Engine, ids: Sequence[int]) -> bool:
@@ -120,6 +121,14 @@ def in_cache(engine: Engine, ids: Sequence[int]) -> bool:
         return any(packed in each for each in (*nodes, *names))
 
     return engine._ask(look)
+
+
+def in_drafts(app: AppUnderTest, ids: Sequence[int]) -> bool:
+    """Whether a text that next tokens are drafted from has these ids."""
+    assert app.served.drafts is not None
+    packed = array("i", ids).tobytes()
+    kept = (index for text in app.served.drafts._used for index in (text.index, text.offcut))
+    return any(packed in index.tokens.tobytes() for index in kept)
 
 
 def while_running(

@@ -90,6 +90,7 @@ COMMON_MISTYPED: dict[str, list[Any]] = {
     **dict.fromkeys(("session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key"), BAD_IDS),
     "cache_mode": ["half", 5, []],
     "ttl": ["soon", -1, [], True],
+    "speculation": ["off", 5, []],
     "chat_template_kwargs": [5, "x", [], {"enable_thinking": "perhaps"}],
     "enable_thinking": ["perhaps", 5, []],
     "thinking": ["perhaps", 5, [], {"type": "perhaps"}, {"type": "enabled", "budget_tokens": -1}],

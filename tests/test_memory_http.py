@@ -7,7 +7,7 @@ from kvserve.cache.disk_tier import DiskTier
 from tests.serving import serving_app
 from tests.web.fakes import eventually
 
-ACCOUNTS = {"live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"}
+ACCOUNTS = {"live", "copies", "kept", "write_queue", "read_ahead", "records", "drafts", "image_features", "buffers"}
 
 
 def test_the_ledger_is_told_by_account_everywhere(tmp_path: Path) -> None:

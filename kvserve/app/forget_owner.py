@@ -1,7 +1,8 @@
-"""Forgets who is to be forgotten, everywhere: what is under way, guesses, records, KV, responses, explanations, traces.
+"""Forgets who is to be forgotten, everywhere: what is under way, guesses, drafts, records, KV, responses, explanations,
+traces.
 
     forbid what is under way, and what comes until the end, to leave anything
-    -> responses -> memos and guesses -> records -> KV -> what was told of requests
+    -> responses -> memos, guesses and drafts -> records -> KV -> what was told of requests
 
 It joins rooms per process; each of them knows how to forget its own.
 """
@@ -67,6 +68,8 @@ class Forgetting:
             self._next_turns.forget()
         for known in self._pool.known():
             known.clear_memos()
+            if known.drafts is not None:
+                known.drafts.forget(scope)
         gone = self._pool.forget_records(scope)
         kept = ForgottenKv(is_done=False)  # as long as the engine does not say otherwise
         with contextlib.suppress(NotReady):

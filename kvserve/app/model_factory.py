@@ -20,6 +20,7 @@ from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.core.keeping import Scope
+from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.fingerprint import records_fingerprint
 from kvserve.engine.memory import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
@@ -105,6 +106,7 @@ class ModelFactory:
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
         identity = replace(self.identity, limits=limits)
+        drafts = self._draft_texts(engine, folder)
         conversations = self._conversations(engine, source, identity)  # last: its file is open from here on
         return ServedModel(
             name=source.name,
@@ -123,14 +125,19 @@ class ModelFactory:
             conversations=conversations,
             call_ids=CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
             unheld_calls=unheld,
+            drafts=drafts,
         )
 
     def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
-        """The same model with an engine that has not started: one that has ended cannot start again."""
+        """The same model with an engine that has not started: one that has ended cannot start again. What it drafted
+        from goes: a model that is not loaded has no account of memory."""
+        if served.drafts is not None:
+            served.drafts.clear()
         engine = self._new_engine(source.folder, served.tokenizer)
+        drafts = self._draft_texts(engine, source.folder)
         self._keep_records(engine, source, served.conversations)
         engine.count("records", lambda: served.conversations.totals().num_bytes)
-        return replace(served, engine=engine)
+        return replace(served, engine=engine, drafts=drafts)
 
     def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
         """The same model as its folder is now: described anew where that has changed. One that cannot be described any
@@ -195,6 +202,14 @@ class ModelFactory:
             return self.identity
         plan = plan_memory(memory_bytes(), weight_file_bytes(folder))
         return replace(self.identity, limits=replace(self.identity.limits, max_bytes=plan.records_bytes))
+
+    def _draft_texts(self, engine: Engine, folder: Path) -> DraftTexts | None:
+        """What next tokens are drafted from, in the model's ledger; None where nothing is drafted."""
+        if self.settings.speculation == "off":
+            return None
+        drafts = DraftTexts(plan_memory(memory_bytes(), weight_file_bytes(folder)).draft_bytes)
+        engine.count("drafts", lambda: drafts.num_bytes)
+        return drafts
 
     def _conversations(self, engine: Engine, source: ModelSource, identity: IdentitySettings) -> Conversations:
         """What a model has read and written, in the file of its records where that outlives the process: from the

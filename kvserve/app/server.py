@@ -322,7 +322,7 @@ class Server:
         """The body of GET /v1/cache. Raises NotReady."""
         served = self._pool.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
-        body = cache_body(report, totals, self.observability.num_rejections)
+        body = cache_body(report, totals, self.observability.num_rejections, self.observability.speculation())
         memory = served.engine.status.memory
         body = {**body, "memory": memory_body(memory) if memory is not None else None}
         return {**body, **image_fields(served.engine.image_report())}
@@ -343,8 +343,7 @@ class Server:
         if is_unnamed or any(known.conversations.awaits_archive for known in self._pool.known()):
             self._pool.forget_records(Scope())  # which file of records is theirs is not known
         for known in self._pool.known():
-            known.conversations.clear()
-            known.clear_memos()
+            known.clear()
         self.observability.clear()
         if self._next_turns is not None:
             self._next_turns.clear()

@@ -81,9 +81,15 @@ def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSe
         image_feature_bytes=settings.image_feature_max_bytes,
         records_bytes=settings.session_records_max_bytes,
         wired_bytes=settings.wired_limit,
+        max_draft_tokens=_max_draft_tokens(settings),
         warming=WarmSettings(max_tokens=settings.warm_max_tokens, time_share=settings.warm_max_time_share),
         idle_sweep_seconds=min(settings.eviction_interval_seconds, settings.keepalive_interval_seconds / 8),
     )
+
+
+def _max_draft_tokens(settings: Settings) -> int | None:
+    limit = settings.speculation
+    return limit if isinstance(limit, int) else 0 if limit == "off" else None
 
 
 def _disk_settings(settings: Settings, mode: DiskMode) -> DiskSettings | None:

@@ -67,13 +67,16 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request; cached tokens are part of the prompt, reasoning tokens of the completion.
-    `num_written_tokens` of the prompt were computed, and their KV is kept for other requests."""
+    `num_written_tokens` of the prompt were computed, and their KV is kept for other requests. Of the drafted tokens
+    that went through the model it drew `num_accepted_tokens` itself, and others than `num_rejected_tokens`."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
     num_reasoning_tokens: int = 0
     num_written_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,9 @@ class Turn:
     `unserved_tools` are names of tools that the client expects to run on the server, and that nobody runs here.
     `max_tokens` None means up to the server's default. `images` are those of the messages once they were looked at:
     from then on a block's `source` is its image's digest. `num_top_logprobs`: the answer's tokens come with their
-    log-probabilities and those of so many likeliest ones; None: with none. `keeping` says whether the request may leave
-    anything, and is one and the same however the turn is rewritten. `notes` are told with the request.
+    log-probabilities and those of so many likeliest ones; None: with none. `prediction` is a text that the answer may
+    resemble; `may_draft`: the next tokens may be drafted, where the server does so. `keeping` says whether the request
+    may leave anything, and is one and the same however the turn is rewritten. `notes` are told with the request.
     """
 
     request_id: RequestId
@@ -142,6 +143,8 @@ class Turn:
     session: SessionHint = SessionHint()
     images: tuple[ImageInput, ...] = ()
     num_top_logprobs: int | None = None
+    prediction: str = ""
+    may_draft: bool = True
     unserved_tools: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     keeping: Keeping = field(default_factory=Keeping, compare=False, repr=False)

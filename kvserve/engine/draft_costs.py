@@ -113,8 +113,8 @@ class DraftCosts:
         self._answer_tokens += ANSWER_WEIGHT * (num_tokens - self._answer_tokens)
 
     def note_judged(self, num_claimed: float, num_accepted: int) -> None:
-        """Learn from a draft: the target drew so many of its tokens, and `num_claimed` were to be expected of those that
-        it came to."""
+        """Learn from a draft: the target drew so many of its tokens, and `num_claimed` were to be expected of those
+        that it came to."""
         self._num_claimed = JUDGED_DECAY * self._num_claimed + num_claimed
         self._num_accepted = JUDGED_DECAY * self._num_accepted + num_accepted
 

@@ -1,5 +1,5 @@
-"""The draft model: a small model of the same tokenizer that drafts for the target on its thread, with a prefix cache, an
-account of memory, a disk tier and work ahead of its own. It joins these for the drafters of rows (`model_drafter`).
+"""The draft model: a small model of the same tokenizer that drafts for the target on its thread, with a prefix cache,
+an account of memory, a disk tier and work ahead of its own. It joins these for the drafters of rows (`model_drafter`).
 
     add       a row was queued: its drafter gets a part that asks this model
     release   the row is gone, or enters again: what was computed of its own tokens is kept

@@ -5,7 +5,7 @@
     kept              KV in the prefix tree
     write_queue       what waits for the disk and is nowhere else any more
     read_ahead        what came from the disk and is not in the tree yet
-    records, image_features, buffers
+    records, drafts, image_features, buffers
 
 A share is one of what the weights leave, up to a cap; what an operator sets is taken as it is. The rest is headroom:
 for what a chunk of prefill computes with, and for everybody else on the machine.
@@ -34,6 +34,7 @@ of it can be kept beside itself."""
 WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP = 1 / 16, 2**30
 READ_AHEAD_SHARE, READ_AHEAD_CAP = 1 / 32, 2**29
 RECORDS_SHARE, RECORDS_CAP = 1 / 32, 2**29
+DRAFTS_SHARE, DRAFTS_CAP = 1 / 64, 2**28
 IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP = 1 / 32, 2**29
 BUFFERS_SHARE, BUFFERS_CAP = 1 / 16, 2**31
 """Freed buffers that MLX holds for the next step: a chunk of prefill needs the same sizes again."""
@@ -59,6 +60,7 @@ class MemoryPlan:
     write_queue_bytes: int
     read_ahead_bytes: int
     records_bytes: int
+    draft_bytes: int
     image_feature_bytes: int
     buffer_bytes: int
     draft: "MemoryPlan | None" = None
@@ -76,7 +78,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All accounts together."""
-        beside = self.write_queue_bytes + self.read_ahead_bytes + self.records_bytes + self.image_feature_bytes
+        on_its_way = self.write_queue_bytes + self.read_ahead_bytes
+        beside = on_its_way + self.records_bytes + self.draft_bytes + self.image_feature_bytes
         drafts = self.draft.total_bytes if self.draft is not None else 0
         return self.pool_bytes + beside + self.buffer_bytes + drafts
 
@@ -90,7 +93,7 @@ class MemoryPlan:
             batch_bytes=self.batch_bytes - int(share * self.batch_bytes),
             write_queue_bytes=self.write_queue_bytes - queue_bytes,
             read_ahead_bytes=self.read_ahead_bytes - ahead_bytes,
-            draft=MemoryPlan(draft_kv_bytes, draft_kv_bytes, queue_bytes, ahead_bytes, 0, 0, 0),
+            draft=MemoryPlan(draft_kv_bytes, draft_kv_bytes, queue_bytes, ahead_bytes, 0, 0, 0, 0),
         )
 
 
@@ -104,6 +107,7 @@ def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = Wan
         write_queue_bytes=_share(rest, WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP),
         read_ahead_bytes=_share(rest, READ_AHEAD_SHARE, READ_AHEAD_CAP),
         records_bytes=wanted.records_bytes or _share(rest, RECORDS_SHARE, RECORDS_CAP),
+        draft_bytes=_share(rest, DRAFTS_SHARE, DRAFTS_CAP),
         image_feature_bytes=wanted.image_feature_bytes or _share(rest, IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP),
         buffer_bytes=_share(rest, BUFFERS_SHARE, BUFFERS_CAP),
     )
@@ -131,7 +135,16 @@ def memory_bytes() -> int:
 
 
 Account = Literal[
-    "live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers", "draft_kv"
+    "live",
+    "copies",
+    "kept",
+    "write_queue",
+    "read_ahead",
+    "records",
+    "drafts",
+    "image_features",
+    "buffers",
+    "draft_kv",
 ]
 
 KV_ACCOUNTS: tuple[Account, ...] = ("live", "copies", "kept", "write_queue", "read_ahead")
@@ -244,6 +257,7 @@ class MemoryLedger:
             "write_queue": plan.write_queue_bytes,
             "read_ahead": plan.read_ahead_bytes,
             "records": plan.records_bytes,
+            "drafts": plan.draft_bytes,
             "image_features": plan.image_feature_bytes,
             "buffers": plan.buffer_bytes,
         }

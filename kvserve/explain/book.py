@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvserve.core import AGENTS, NOBODY, Principal, RequestId
+from kvserve.core import AGENTS, NOBODY, Drafting, Principal, RequestId
 from kvserve.core.keeping import Scope
 from kvserve.errors import Conflict
 from kvserve.explain.explanation import Explanation
@@ -18,11 +18,14 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A request that is over: why so much of it was reused, who sent it, and in which session."""
+    """A request that is over: why so much of it was reused, who sent it, in which session, and what drafts did for it
+    (`tokens_per_step` None: nothing)."""
 
     explanation: Explanation
     principal: Principal = NOBODY
     session: str | None = None
+    drafting: Drafting = Drafting()
+    tokens_per_step: float | None = None
 
     def is_shown_to(self, key: str) -> bool:
         """Whether who has the key with this digest may read it: an agent is everybody's who knows its name."""

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from kvserve.core import JsonObject
+from kvserve.core import Drafted, JsonObject
 from kvserve.requests.request_facts import RequestFacts
 
 PREFIX = "kvserve_"
@@ -30,16 +30,33 @@ type Labels = tuple[str, ...]
 type Value = Callable[[RequestFacts], float | None]
 """The number that a request adds, None where it adds none."""
 
+type Amounts = Callable[[RequestFacts], Iterable[tuple[Labels, float]]]
+"""What a request adds, each to a value with these labels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A counter over requests: `labels` names what its values are told apart by, `key` finds them."""
+    """A counter over requests: `labels` names what its values are told apart by."""
 
     name: str
     help: str
-    value: Value
+    amounts: Amounts
     labels: Labels = ("model",)
-    key: Callable[[RequestFacts], Labels] = lambda facts: (facts.model,)
+
+
+def _one(value: Value, key: Callable[[RequestFacts], Labels] = lambda facts: (facts.model,)) -> Amounts:
+    """One amount, under the labels that `key` finds."""
+
+    def amounts(facts: RequestFacts) -> Iterator[tuple[Labels, float]]:
+        if (found := value(facts)) is not None:
+            yield key(facts), found
+
+    return amounts
+
+
+def _by_source(count: Callable[[Drafted], int]) -> Amounts:
+    """An amount for each source of drafts."""
+    return lambda facts: (((facts.model, source), count(each)) for source, each in facts.drafting.by_source.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,41 +100,59 @@ def _outcome(facts: RequestFacts) -> str:
 
 
 TOTALS: tuple[Total, ...] = (
-    Total("prompt_tokens", "Prompt tokens of requests that began.", lambda facts: facts.num_prompt_tokens),
+    Total("prompt_tokens", "Prompt tokens of requests that began.", _one(lambda facts: facts.num_prompt_tokens)),
     Total(
         "cached_tokens",
         "Prompt tokens that were not computed, by where they came from.",
-        lambda facts: facts.num_cached_tokens,
+        _one(lambda facts: facts.num_cached_tokens, lambda facts: (facts.model, facts.tier)),
         ("model", "tier"),
-        lambda facts: (facts.model, facts.tier),
     ),
-    Total("prefill_tokens", "Prompt tokens that were computed.", lambda facts: facts.num_prefilled_tokens),
-    Total("generation_tokens", "Tokens of answers.", lambda facts: facts.num_completion_tokens),
+    Total("prefill_tokens", "Prompt tokens that were computed.", _one(lambda facts: facts.num_prefilled_tokens)),
+    Total("generation_tokens", "Tokens of answers.", _one(lambda facts: facts.num_completion_tokens)),
+    Total(
+        "drafted_tokens",
+        "Drafted tokens that went through the model, by what they were drafted from.",
+        _by_source(lambda drafted: drafted.num_tokens),
+        ("model", "source"),
+    ),
+    Total(
+        "accepted_draft_tokens",
+        "Drafted tokens that the model drew itself, by what they were drafted from.",
+        _by_source(lambda drafted: drafted.num_accepted),
+        ("model", "source"),
+    ),
+    Total(
+        "draft_seconds_saved",
+        "Seconds that answers took less because of drafts.",
+        _one(lambda facts: max(0.0, facts.drafting.seconds_saved) or None),
+    ),
+    Total(
+        "draft_seconds_lost",
+        "Seconds that answers took more because of drafts.",
+        _one(lambda facts: max(0.0, -facts.drafting.seconds_saved) or None),
+    ),
     Total(
         "requests",
         "Requests that ended, by protocol and by why.",
-        lambda facts: 1,
+        _one(lambda facts: 1, lambda facts: (facts.model, facts.protocol, _outcome(facts))),
         ("model", "protocol", "outcome"),
-        lambda facts: (facts.model, facts.protocol, _outcome(facts)),
     ),
     Total(
         "request_errors",
         "Requests that were refused or failed, by HTTP status.",
-        lambda facts: None if facts.error_status is None else 1,
+        _one(lambda facts: None if facts.error_status is None else 1, lambda facts: (str(facts.error_status),)),
         ("status",),
-        lambda facts: (str(facts.error_status),),
     ),
     Total(
         "prefix_cache_queries",
         "Prompts that were looked up.",
-        lambda facts: 1 if facts.num_prefilled_tokens or facts.num_cached_tokens else None,
+        _one(lambda facts: 1 if facts.num_prefilled_tokens or facts.num_cached_tokens else None),
     ),
     Total(
         "prefix_cache_hits",
         "Prompts of which a beginning was known, by where it came from.",
-        lambda facts: 1 if facts.num_cached_tokens else None,
+        _one(lambda facts: 1 if facts.num_cached_tokens else None, lambda facts: (facts.model, facts.tier)),
         ("model", "tier"),
-        lambda facts: (facts.model, facts.tier),
     ),
 )
 
@@ -178,8 +213,8 @@ class Metrics:
         """A request is over; `cause` is that of its explanation, if it has one."""
         with self._lock:
             for total in TOTALS:
-                if (value := total.value(facts)) is not None:
-                    self._state.totals[total.name][total.key(facts)] += value  # type: ignore[assignment]
+                for labels, amount in total.amounts(facts):
+                    self._state.totals[total.name][labels] += amount  # type: ignore[assignment]
             for distribution in DISTRIBUTIONS:
                 if (value := distribution.value(facts)) is not None:
                     self._observe(distribution, (facts.model,), value)
@@ -270,6 +305,7 @@ ACCOUNTS = (
     ("write_queue", "KV that waits for the disk and is nowhere else in RAM"),
     ("read_ahead", "KV that was read from the disk and not taken yet"),
     ("records", "Records of conversations and prompts"),
+    ("drafts", "Tokens that next ones are drafted from"),
     ("image_features", "What a vision tower made of images"),
     ("buffers", "Freed buffers that MLX holds"),
 )

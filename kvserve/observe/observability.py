@@ -22,6 +22,7 @@ from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.words import clause
 from kvserve.identity.owner import belongs_to, is_telling
 from kvserve.observe.dashboard import Activity, Look, dashboard_body
+from kvserve.observe.draft_totals import DraftTotals, speculation_body
 from kvserve.observe.metrics import Metrics, Reading, readings
 from kvserve.observe.reports import explanation_body, image_line, trace_fields
 from kvserve.observe.terminal import Terminal
@@ -80,6 +81,7 @@ class Observability:
         self._explanations = ExplanationBook(settings.num_explanations)
         self._activity = Activity()
         self._metrics = Metrics(self._readings)
+        self._drafts = DraftTotals()
         self._readers: DigestLru[Reader] = DigestLru()
         self._lock = threading.Lock()
         self._last_of_branch: OrderedDict[tuple[str, BranchId], Explained] = OrderedDict()
@@ -106,6 +108,7 @@ class Observability:
         finished = replace(finished, facts=facts)
         self._activity.end(facts)
         self._metrics.add(facts, explanation.cause if explanation is not None else None)
+        self._drafts.add(facts)
         with finished.turn.keeping as may_keep:
             if may_keep:
                 self._keep(finished)
@@ -117,7 +120,8 @@ class Observability:
         """For those who ask later: why so much was reused, which model read it, and the trace."""
         explanation, facts = finished.explanation, finished.facts
         if explanation is not None:
-            explained = Explained(explanation, finished.turn.session.principal, facts.session)
+            principal = finished.turn.session.principal
+            explained = Explained(explanation, principal, facts.session, facts.drafting, facts.tokens_per_step)
             self._explanations.put(explained)
             self._note_branch(finished, explained.without_text())
         self._readers.put(_left_digests(finished), Reader(facts.model, finished.owner.name))
@@ -193,6 +197,10 @@ class Observability:
         """The counter `exact_key_rejected_by_model_lcp`."""
         return self._explanations.num_rejections
 
+    def speculation(self) -> JsonObject:
+        """What drafts did since the start."""
+        return self._drafts.body()
+
     def explain(self, request_id: str | None, key: str) -> JsonObject:
         """The body of GET /v1/cache/explain/{request_id} for the key with this digest; an answer's `id` will do, and
         the beginning of either; None is its newest request that is over. Raises NotFound, also for a request of another
@@ -206,7 +214,8 @@ class Observability:
             if found is None:
                 kept = f"the last {self._settings.num_explanations} are, each to the key that it came with"
                 raise NotFound(f"The request {request_id!r} is not known; {kept}.", param="request_id")
-        return {**explanation_body(found.explanation), "principal": str(found.principal)}
+        speculation = speculation_body(found.drafting, found.tokens_per_step)
+        return {**explanation_body(found.explanation), "speculation": speculation, "principal": str(found.principal)}
 
     def metrics(self) -> bytes:
         """The body of GET /metrics."""

@@ -17,6 +17,7 @@ from kvserve.explain.difference import text_form
 from kvserve.explain.explanation import Explanation
 from kvserve.explain.words import remedy, summary
 from kvserve.identity.conversations import ConversationTotals
+from kvserve.observe.draft_totals import speculation_body
 from kvserve.requests.request_facts import RequestFacts
 from kvserve.requests.turn_facts import FinishedTurn
 
@@ -39,8 +40,10 @@ TRACED = (
 NUM_SHOWN_IDS = 64
 
 
-def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: int) -> JsonObject:
-    """The body of GET /v1/cache."""
+def cache_body(
+    report: CacheReport, totals: ConversationTotals, num_rejections: int, speculation: JsonObject
+) -> JsonObject:
+    """The body of GET /v1/cache; `speculation` is what drafts did since the start."""
     return {
         "counters": {
             "vlm_retreat": report.stats.num_image_retreats,
@@ -52,6 +55,7 @@ def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: 
         "num_prefill_tokens": report.totals.num_prefill_tokens,
         "num_warmed_tokens": report.warming.tokens.num_warmed_tokens if report.warming is not None else 0,
         "warming": _warming_body(report.warming) if report.warming is not None else None,
+        "speculation": speculation,
         "ram_bytes": report.stats.ram_bytes,
         "max_ram_bytes": report.max_bytes,
         "live_bytes": report.stats.live_bytes,
@@ -195,6 +199,8 @@ def trace_fields(finished: FinishedTurn) -> dict[str, Any]:
         "error_status": facts.error_status,
         "notes": list(facts.notes),
     }
+    if (speculation := speculation_body(facts.drafting, facts.tokens_per_step)) is not None:
+        fields["speculation"] = speculation
     if finished.branch is not None:
         fields |= {"branch": finished.branch.branch_id, "parent_branch": finished.branch.parent_id}
     if explanation is not None:

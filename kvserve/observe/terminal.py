@@ -242,6 +242,8 @@ def request_text(facts: RequestFacts, usual_model: str | None = None) -> str:
         parts.append(f"first token {_seconds(facts.ttft_seconds)}")
     if facts.tokens_per_second is not None:
         parts.append(f"{facts.tokens_per_second:.1f} tok/s")
+    if facts.tokens_per_step is not None:
+        parts.append(_drafted(facts))
     if facts.finish_reason is not None:
         parts.append(f"{facts.finish_reason} ({facts.cut_by})" if facts.cut_by else facts.finish_reason)
     if facts.error_status is not None:
@@ -277,6 +279,14 @@ def _reused(facts: RequestFacts) -> str:
     if facts.num_cached_tokens < facts.num_prompt_tokens:
         percent = min(percent, 99)  # "100 %" would hide the tokens that were computed
     return f" ({facts.num_cached_tokens:,} reused, {percent} %)"
+
+
+def _drafted(facts: RequestFacts) -> str:
+    """What drafts did."""
+    drafting = facts.drafting
+    right = f"drafts: {drafting.num_accepted_tokens:,} of {drafting.num_drafted_tokens:,} right"
+    saved = f"{_seconds(abs(drafting.seconds_saved))} {'saved' if drafting.seconds_saved >= 0 else 'lost'}"
+    return f"{right}, {facts.tokens_per_step:.1f} tokens a step, {saved}"
 
 
 def _seconds(seconds: float) -> str:

@@ -2,7 +2,7 @@
 encodes answers.
 
 Every field may also be in `extra_body`; the top level counts first. The server's own extensions (`seed`, `min_p`,
-`session_id`, `ttl`, `cache_mode`, `chat_template_kwargs`, ...) are read as in the other protocols.
+`session_id`, `ttl`, `cache_mode`, `speculation`, ...) are read as in the other protocols.
 """
 
 import re
@@ -48,7 +48,7 @@ from kvserve.protocols.fields import (
 )
 from kvserve.protocols.openai_chat import read_template_arguments
 from kvserve.protocols.placeholders import unserved_words
-from kvserve.protocols.sampling_fields import read_sampling, read_stop_strings, refuse_unsupported
+from kvserve.protocols.sampling_fields import read_sampling, read_speculation, read_stop_strings, refuse_unsupported
 from kvserve.protocols.session import read_session, read_ttl
 from kvserve.protocols.thinking import read_thinking
 
@@ -145,6 +145,7 @@ def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefault
         thinking=_thinking(fields, body),
         template_arguments=read_template_arguments(body),
         session=_session(body, headers, _read_cache_marks(body, system, messages)),
+        may_draft=read_speculation(fields),
         unserved_tools=sent.unserved,
     )
     return _ReadBody(turn, sent, offered, is_vain)

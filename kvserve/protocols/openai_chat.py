@@ -42,6 +42,7 @@ from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
     read_sampling,
+    read_speculation,
     read_stop_strings,
     read_stream,
     refuse_unsupported,
@@ -88,7 +89,6 @@ def parse_chat(
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
     check_tolerated(fields)
-    fields.optional("prediction", read_prediction)
     stream, include_usage = read_stream(fields)
     tools = read_tools(fields)
     uses_functions = gives_functions(fields)
@@ -109,6 +109,8 @@ def parse_chat(
         template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
         num_top_logprobs=read_chat_logprobs(fields),
+        prediction=fields.optional("prediction", read_prediction) or "",
+        may_draft=read_speculation(fields),
     )
     return ChatRequest(turn, stream, include_usage, uses_functions, field_names(fields))
 
@@ -247,8 +249,9 @@ def _finish_reason(reason: FinishReason, *, uses_functions: bool) -> str:
 
 
 def encode_usage(usage: Usage) -> dict[str, object]:
-    """Prompt tokens include cached and written tokens, completion tokens include reasoning tokens. Predictions are not
-    used, so both of their counts are 0."""
+    """Prompt tokens include cached and written tokens, completion tokens include reasoning tokens. Predictions are all
+    drafted tokens that went through the model, the client's `prediction` or the server's own: those that the model drew
+    itself, which are completion tokens, and the others, which are not."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
@@ -259,7 +262,7 @@ def encode_usage(usage: Usage) -> dict[str, object]:
         },
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning_tokens,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": usage.num_accepted_tokens,
+            "rejected_prediction_tokens": usage.num_rejected_tokens,
         },
     }

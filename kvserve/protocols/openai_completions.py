@@ -38,6 +38,7 @@ from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
     read_sampling,
+    read_speculation,
     read_stop_strings,
     read_stream,
     refuse_unsupported,
@@ -90,6 +91,7 @@ def parse_completion(
         thinking=read_thinking(body),
         session=read_session(body, headers),
         num_top_logprobs=read_completion_logprobs(fields),
+        may_draft=read_speculation(fields),
     )
     return CompletionRequest(turn, stream, include_usage, content_names(fields))
 

@@ -231,11 +231,11 @@ def _read_assistant_blocks(fields: Fields) -> list[Block]:
     return [*thinking, *content, *refused, *_read_calls(fields)]
 
 
-def read_prediction(value: object, path: str) -> None:
-    """Checks `prediction`, a text that the answer may resemble; it is ignored. Raises BadRequest."""
+def read_prediction(value: object, path: str) -> str:
+    """The text of `prediction`, which the answer may resemble. Raises BadRequest."""
     said = mapping(value, path)
     said.required("type", word("content"))
-    said.required("content", _read_text_content)
+    return "".join(block.text for block in said.required("content", _read_text_content) if isinstance(block, TextBlock))
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:

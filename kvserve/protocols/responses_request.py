@@ -38,6 +38,7 @@ from kvserve.protocols.sampling_fields import (
     NO_LIMIT,
     read_max_tokens,
     read_sampling,
+    read_speculation,
     read_stop_strings,
     read_stream,
     refuse_unsupported,
@@ -141,6 +142,7 @@ def parse_responses(
         template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
         num_top_logprobs=read_response_logprobs(fields, include),
+        may_draft=read_speculation(fields),
         unserved_tools=tools.missed,
     )
     stream, _ = read_stream(fields)

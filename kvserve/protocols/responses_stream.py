@@ -253,7 +253,12 @@ class ResponseStreamEncoder:
 
 
 def _encode_usage(usage: Usage) -> Wire:
-    """Input tokens include cached and written tokens, output tokens include reasoning tokens."""
+    """Input tokens include cached and written tokens, output tokens include reasoning tokens. OpenAI's form has no
+    drafted tokens: they stand under chat/completions' names, where there were any."""
+    drafted = {
+        "accepted_prediction_tokens": usage.num_accepted_tokens,
+        "rejected_prediction_tokens": usage.num_rejected_tokens,
+    }
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {
@@ -261,6 +266,9 @@ def _encode_usage(usage: Usage) -> Wire:
             "cache_write_tokens": usage.num_written_tokens,
         },
         "output_tokens": usage.num_completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            **(drafted if any(drafted.values()) else {}),
+        },
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
     }

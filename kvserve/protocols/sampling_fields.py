@@ -1,4 +1,4 @@
-"""Parses sampling fields and stop conditions, which both OpenAI generation endpoints share."""
+"""Parses sampling fields, stop conditions and what else the endpoints that generate share."""
 
 import json
 from collections.abc import Mapping
@@ -118,6 +118,11 @@ def read_stream(fields: Fields) -> tuple[bool, bool]:
     options = fields.optional("stream_options", mapping)
     include_usage = (options and options.optional("include_usage", flag)) or False
     return stream, stream and include_usage
+
+
+def read_speculation(fields: Fields) -> bool:
+    """Whether the answer's next tokens may be drafted: unless `speculation` is false. Raises BadRequest."""
+    return fields.optional("speculation", flag) is not False
 
 
 def refuse_unsupported(fields: Fields, harmless: Mapping[str, tuple[object, ...]]) -> None:

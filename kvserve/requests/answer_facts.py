@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from kvserve.canonical.canonicalise import rules_off
-from kvserve.core import GenerationDone, Message, PrefillProgress, RequestId, Reuse, Turn
+from kvserve.core import Drafting, GenerationDone, Message, PrefillProgress, RequestId, Reuse, Turn
+from kvserve.drafting.text_drafter import TextDrafter
 from kvserve.engine.rows import RequestHandle
 from kvserve.errors import RequestError
 from kvserve.explain.explanation import Asked, Circumstances, Explanation, explain
@@ -23,12 +24,14 @@ from kvserve.requests.turn_facts import Prompt
 from kvserve.sessions.seen import pack_ids
 
 NO_REUSE = Reuse()
+NO_DRAFTS = Drafting()
 
 
 @dataclass(frozen=True)
 class Submitted:
     """A turn as it was given to the engine. `cut_by` is whose limit the answer has; `raw_before`: what a raw prompt is
-    compared with; `unread`: why nothing of before the start can be found, if that is so."""
+    compared with; `unread`: why nothing of before the start can be found, if that is so; `drafter`: what drafts its
+    answer, None where nothing does."""
 
     turn: Turn
     served: ServedModel
@@ -38,6 +41,7 @@ class Submitted:
     cut_by: LengthLimit
     raw_before: RawRecord | None
     unread: str
+    drafter: TextDrafter | None
 
     @property
     def request_id(self) -> RequestId:
@@ -137,7 +141,17 @@ def request_facts(state: AnswerState, error: RequestError | None) -> RequestFact
         queue_seconds=timing.queue_seconds if timing is not None else None,
         prefill_seconds=timing.prefill_seconds if timing is not None else None,
         seconds=time.monotonic() - state.submitted_at,
+        drafting=done.drafting if done is not None else NO_DRAFTS,
+        tokens_per_step=tokens_per_step(done) if done is not None else None,
     )
+
+
+def tokens_per_step(done: GenerationDone) -> float | None:
+    """Tokens that a pass of the model gave; None where nothing was drafted."""
+    drafting = done.drafting
+    if not (drafting.num_drafted_tokens and drafting.num_steps):
+        return None
+    return done.num_generated_tokens / drafting.num_steps
 
 
 def whose_limit(submitted: Submitted, done: GenerationDone | None, finish_reason: str | None) -> LengthLimit | None:

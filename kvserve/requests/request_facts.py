@@ -4,7 +4,7 @@ it imports `core` alone, because the terminal needs it before anything heavy is 
 from dataclasses import dataclass
 from typing import Literal
 
-from kvserve.core import RequestId, ReuseTier
+from kvserve.core import Drafting, RequestId, ReuseTier
 
 LengthLimit = Literal["max_tokens", "DEFAULT_MAX_TOKENS", "context limit", "watchdog"]
 
@@ -34,7 +34,8 @@ class RequestFacts:
 
     `cut_by` says whose limit a `length` was; `cause` is why less was reused than could have been. `tier` is where the
     cached tokens came from, `num_matched_tokens` how deep the prompt was known, `num_prefilled_tokens` what of it was
-    computed; `seconds` is the whole time since it was submitted.
+    computed; `seconds` is the whole time since it was submitted. `drafting` is what drafts did, with `tokens_per_step`
+    tokens in a pass of the model.
     """
 
     request_id: RequestId
@@ -57,3 +58,5 @@ class RequestFacts:
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     seconds: float = 0.0
+    drafting: Drafting = Drafting()
+    tokens_per_step: float | None = None

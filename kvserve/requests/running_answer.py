@@ -43,6 +43,7 @@ from kvserve.requests.answer_facts import (
     running_facts,
     whose_limit,
 )
+from kvserve.requests.drafts import leave_for_drafts
 from kvserve.requests.request_facts import RunningFacts
 from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.lineage import Branch
@@ -200,6 +201,7 @@ class RunningTurn:
             if may_keep and not (self.is_lost or self._is_remembered):
                 self._is_remembered = True
                 self._branch = remember(self._state, is_aborted=is_aborted)
+                leave_for_drafts(self._submitted)
 
     def _finished(self, error: RequestError | None) -> FinishedTurn:
         submitted, state = self._submitted, self._state

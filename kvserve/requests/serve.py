@@ -38,6 +38,7 @@ from kvserve.output.grammar import AnswerStart, Promise, build_grammar, build_ra
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.requests.answer_facts import Submitted
+from kvserve.requests.drafts import drafter_of
 from kvserve.requests.prompt_of_turn import looked_at, prompt_of, readable
 from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.running_answer import RunningTurn
@@ -84,6 +85,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
         partition=served.partition(turn.session.principal),
         is_forgotten=not may_keep,
         num_top_logprobs=turn.num_top_logprobs,
+        drafter=(drafter := drafter_of(turn, prompt, served)),
     )
     generation = served.engine.submit(request)
     submitted = Submitted(
@@ -95,6 +97,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
         cut_by=cut_by,
         raw_before=served.conversations.raw_before(prompt.text, owner) if reading is None else None,
         unread=served.engine.digest.status.reason,
+        drafter=drafter,
     )
     return RunningTurn(submitted, _answer_reader(turn, offered, served, prompt))
 

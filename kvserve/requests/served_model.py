@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvserve.core import Principal, RequestDefaults, Turn
+from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import OutputFormat
@@ -41,6 +42,16 @@ class ServedModel:
     call_ids: CallIds | None = None
     unheld_calls: str | None = None
     """Why calls in the form of the model's own template are not held, where they are not."""
+
+    drafts: DraftTexts | None = None
+    """What next tokens are drafted from; None where nothing is drafted."""
+
+    def clear(self) -> None:
+        """Forget every conversation."""
+        self.conversations.clear()
+        self.clear_memos()
+        if self.drafts is not None:
+            self.drafts.clear()
 
     def clear_memos(self) -> None:
         """Forget the words of earlier prompts that are kept only to be faster."""

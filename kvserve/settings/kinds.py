@@ -21,6 +21,8 @@ QuantScheme = Literal["uniform", "turboquant"]
 GroupSize = Literal[32, 64, 128]
 KvBits = Literal[4, 8]
 BlasSearch = Literal["auto", "off"]
+DraftLimit = Literal["auto", "off"]
+MAX_DRAFT_TOKENS = 64
 
 _SIZE_UNITS = {
     "": 1,
@@ -222,6 +224,16 @@ def _library(value: object) -> object:
     return word if word in ("auto", "off") else _path(_text(value))
 
 
+def _draft(value: object) -> object:
+    """`auto`, `off` or a number of tokens."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in get_args(DraftLimit):
+        return word
+    if not 1 <= (found := _int(value)) <= MAX_DRAFT_TOKENS:
+        raise ValueError(value)
+    return found
+
+
 def _words(choices: tuple[str, ...]) -> str:
     *others, last = map(repr, choices)
     return f"{', '.join(others)} or {last}"
@@ -315,6 +327,7 @@ KINDS: Mapping[str, Kind] = {
     "max_batch_bytes": _auto(_sized("4GB")),
     "wired_limit": Kind(_wired, "OFF, AUTO or a size such as 20GB"),
     "prefill_step_size": _whole(16, 8192),
+    "speculation": Kind(_draft, f"auto, off or a whole number from 1 to {MAX_DRAFT_TOKENS}"),
     "blas_library": Kind(_library, f"auto, off or a library file; {_HOMELESS}"),
     "api_key": _ANY,
     "allowed_origins": _NAMES,

@@ -286,10 +286,13 @@ def test_a_model_that_comes_back_is_warm_from_disk(app: AppUnderTest) -> None:
 
 
 def test_each_model_keeps_what_it_has_read_and_written(app: AppUnderTest) -> None:
-    """After two swaps the records of the first model are as they were; the other one's are its own."""
+    """After two swaps the records of the first model are as they were; the other one's are its own. What drafts came
+    from, for which a model has memory while it is loaded only, left with it."""
     ask(app, "a", "First.", session_id="one")
-    kept = app.app.resolve_model("a").conversations.totals()
+    kept, left = app.app.resolve_model("a").conversations.totals(), app.app.resolve_model("a").drafts
+    assert left is not None and left.num_bytes > 0
     ask(app, "b", "Second.", session_id="one")
+    assert left.num_bytes == 0 == app.app.resolve_model("a").drafts.num_bytes  # type: ignore[union-attr]
     ask(app, "a", "Third.", session_id="two")
     assert app.app.resolve_model("a").conversations.totals().num_messages == kept.num_messages + 2
     assert app.app.resolve_model("b").conversations.totals().num_messages == 2

@@ -91,6 +91,8 @@ PLACES: list[tuple[str, str, str, object]] = [
     ("MAX_BATCH_BYTES", "6GB", "engine.max_batch_bytes", 6 * 10**9),
     ("PREFILL_STEP_SIZE", "256", "engine.prefill_step_size", 256),
     ("IMAGE_FEATURE_MAX_BYTES", "64MiB", "engine.image_feature_bytes", 64 * 2**20),
+    ("SPECULATION", "8", "engine.max_draft_tokens", 8),
+    ("SPECULATION", "off", "engine.max_draft_tokens", 0),
     ("WIRED_LIMIT", "3GiB", "engine.wired_bytes", 3 * 2**30),
     ("WIRED_LIMIT", "AUTO", "engine.wired_bytes", None),
     ("API_KEY", "secret", "web.api_key", "secret"),

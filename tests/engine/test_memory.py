@@ -10,6 +10,7 @@ PLAN = MemoryPlan(
     write_queue_bytes=10,
     read_ahead_bytes=5,
     records_bytes=3,
+    draft_bytes=7,
     image_feature_bytes=2,
     buffer_bytes=1,
 )
@@ -29,7 +30,8 @@ def test_every_account_is_told_with_its_bound_and_their_sum() -> None:
     """What the engine says, and what is read where it is, make one total under one budget."""
     memory = MemoryLedger(PLAN)
     memory.say(live_bytes=40, copy_bytes=4)
-    for number, account in enumerate(("kept", "write_queue", "read_ahead", "records", "image_features", "buffers")):
+    read = ("kept", "write_queue", "read_ahead", "records", "image_features", "buffers", "drafts")
+    for number, account in enumerate(read):
         memory.open(account, lambda number=number: number + 1)  # type: ignore[arg-type, misc]
     report = memory.report()
     assert {name: held.num_bytes for name, held in report.accounts.items()} == {
@@ -41,8 +43,9 @@ def test_every_account_is_told_with_its_bound_and_their_sum() -> None:
         "records": 4,
         "image_features": 5,
         "buffers": 6,
+        "drafts": 7,
     }
-    assert (report.total_bytes, report.budget_bytes) == (65, 121)
+    assert (report.total_bytes, report.budget_bytes) == (72, 128)
     assert report.accounts["kept"].max_bytes == 100 and report.accounts["copies"].max_bytes is None
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserve.core import RequestId
+from kvserve.core import Drafted, Drafting, RequestId
 from kvserve.observe.metrics import TOKENS, Metrics, Reading
 from kvserve.requests.request_facts import RequestFacts
 
@@ -50,6 +50,20 @@ def test_a_request_adds_to_its_own_labels() -> None:
     assert one(metrics, "requests_total", model="tiny", protocol="openai_chat", outcome="cancelled") == 1
     assert one(metrics, "explained_requests_total", cause="nothing lost") == 1
     assert one(metrics, "time_per_output_token_seconds_sum", model="tiny") == 0.1
+
+
+def test_drafts_are_counted_by_what_they_were_drafted_from() -> None:
+    """Seconds that were saved and seconds that were lost are apart: a counter only grows."""
+    metrics = Metrics(lambda: ())
+    drafting = Drafting({"prediction": Drafted(8, 6), "records": Drafted(4, 0)}, num_steps=3, seconds_saved=1.5)
+    metrics.add(replace(FACTS, drafting=drafting), None)
+    metrics.add(replace(FACTS, drafting=replace(drafting, seconds_saved=-0.5)), None)
+    metrics.add(FACTS, None)
+    assert one(metrics, "drafted_tokens_total", model="tiny", source="prediction") == 16
+    assert one(metrics, "accepted_draft_tokens_total", model="tiny", source="prediction") == 12
+    assert one(metrics, "accepted_draft_tokens_total", model="tiny", source="records") == 0
+    assert one(metrics, "draft_seconds_saved_total", model="tiny") == 1.5
+    assert one(metrics, "draft_seconds_lost_total", model="tiny") == 0.5
 
 
 def test_a_refused_request_is_an_error_and_nothing_else() -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvserve.core import Awaiting, RequestId
+from kvserve.core import Awaiting, Drafted, Drafting, RequestId
 from kvserve.observe.bars import LINE_SECONDS, SILENT_SECONDS
 from kvserve.observe.terminal import BannerFacts, Terminal, banner_lines, curl_line, request_text
 from kvserve.requests.request_facts import RequestFacts
 
 ID = RequestId("a1b2c3")
 BANNER = BannerFacts("0.1.0", "tiny", 131072, "http://127.0.0.1:8080", "http://127.0.0.1:4000")
+DRAFTING = Drafting({"prediction": Drafted(1_000, 100), "records": Drafted(160, 30)}, num_steps=90, seconds_saved=3.12)
 FACTS = RequestFacts(
     ID,
     "chat",
@@ -122,6 +123,11 @@ def test_a_request_is_one_line() -> None:
     ("change", "expected"),
     [
         ({"num_cached_tokens": 0}, "10,432 in, 212 out"),
+        (
+            {"drafting": DRAFTING, "tokens_per_step": 2.36},
+            "tok/s, drafts: 130 of 1,160 right, 2.4 tokens a step, 3.12 s saved, stop",
+        ),
+        ({"drafting": replace(DRAFTING, seconds_saved=-0.2), "tokens_per_step": 1.0}, "1.0 tokens a step, 0.20 s lost"),
         ({"num_cached_tokens": 10431}, "(10,431 reused, 99 %)"),
         ({"num_cached_tokens": 10432}, "(10,432 reused, 100 %)"),
         ({"finish_reason": "length", "cut_by": "max_tokens"}, "length (max_tokens)"),

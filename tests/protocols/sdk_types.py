@@ -17,6 +17,8 @@ EXTENSIONS: Mapping[str, frozenset[str]] = {
     # the API sends these two, though the SDK's types lack them
     "Response": frozenset({"store"}),
     "ResponseCustomToolCall": frozenset({"status"}),
+    # drafted tokens, as chat/completions counts them
+    "OutputTokensDetails": frozenset({"accepted_prediction_tokens", "rejected_prediction_tokens"}),
 }
 """What answers hold beyond the SDKs' types, by the type that holds it: nothing else may be."""
 

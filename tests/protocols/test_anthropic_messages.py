@@ -309,7 +309,7 @@ VALID: dict[str, object] = {
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "metadata": {"user_id": "u"},
     "stop_sequences": ["x"],
-    "extra_body": {"ttl": "5m"},
+    "extra_body": {"ttl": "5m", "speculation": False},
 }
 
 
@@ -326,7 +326,8 @@ def test_any_body_is_a_request_or_a_request_error(data: st.DataObject) -> None:
 
 def test_the_valid_body_is_valid() -> None:
     """Else the test above would show nothing."""
-    assert parse_messages(VALID, {}, DEFAULTS, RequestId("r")).turn.session.ttl_seconds == 300.0
+    turn = parse_messages(VALID, {}, DEFAULTS, RequestId("r")).turn
+    assert turn.session.ttl_seconds == 300.0 and not turn.may_draft
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,6 +62,7 @@ SCENARIOS: dict[str, list[AnswerEvent]] = {
     "two_tool_calls": [*spoken(CALLS[0]), *spoken(CALLS[1], [1, 9]), Finished("tool_calls", USAGE)],
     "cut_call": [ContentDelta("So: "), *spoken(CUT, [2, 12], is_cut=True), Finished("length", USAGE)],
     "length": [ContentDelta("Once upon a"), Finished("length", USAGE)],
+    "drafted": [ContentDelta("Hello"), Finished("stop", replace(USAGE, num_accepted_tokens=5, num_rejected_tokens=2))],
 }
 
 

@@ -161,6 +161,11 @@ def test_a_request_that_wants_nothing_kept_is_not_stored(fields: dict[str, Any],
     assert request.store == request.described.echo["store"] == is_stored
 
 
+def test_a_request_may_forbid_drafts() -> None:
+    """As in chats."""
+    assert [parse(**said).turn.may_draft for said in ({}, {"speculation": False})] == [True, False]
+
+
 # --- former responses ------------------------------------------------------------------------------------------------
 
 

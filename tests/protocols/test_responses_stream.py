@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -71,6 +72,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[AnswerEvent]]] = {
         [*spoken(CALLS[0]), *spoken(CUT_PATCH, [1, 14], is_cut=True), Finished("length", USAGE)],
     ),
     "length": ({"max_output_tokens": 9}, [ContentDelta("Once upon a"), Finished("length", USAGE)]),
+    "drafted": ({}, [*HELLO, Finished("stop", replace(USAGE, num_accepted_tokens=5, num_rejected_tokens=2))]),
 }
 
 

@@ -63,7 +63,7 @@ VALID: dict[str, object] = {
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"preserve_thinking": True},
     "metadata": {"session_id": "s"},
-    "extra_body": {"ttl": "5m", "metadata": {"chat_id": 5}, "temperature": 1, "seed": 3},
+    "extra_body": {"ttl": "5m", "speculation": False, "metadata": {"chat_id": 5}, "temperature": 1, "seed": 3},
     "prompt": "x",
 }
 NAMES = st.sampled_from([*VALID, "n", "logprobs", "functions", "function_call", "cache_mode", "ttl", "type", "role"])

@@ -73,7 +73,7 @@ MESSAGES: dict[str, object] = {
     "mcp_servers": [],
     "stream": True,
     "cache_control": MARK,
-    "extra_body": {"ttl": "5m", "seed": 3},
+    "extra_body": {"ttl": "5m", "speculation": False, "seed": 3},
 }
 RESPONSES: dict[str, object] = {
     "model": "m",

@@ -1,6 +1,7 @@
 """Sampling, limits and stops: ranges, defaults, and what is refused by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,7 @@ def test_a_seed_may_use_64_bits(parse: Parse) -> None:
             ("prediction", value)
             for value in (5, "x", {}, {"type": "content"}, {"type": "x", "content": "a"}, {"content": "a"})
         ),
+        *(("speculation", value) for value in ("off", 0, 8)),
         *(("stream", value) for value in ("true", 1)),
         *(("stream_options", value) for value in (True, "x", [])),
         *(("user", value) for value in (5, {})),
@@ -142,10 +144,19 @@ def test_minus_one_is_no_limit_but_the_context(parse: Parse) -> None:
         parse(max_tokens=-1, max_completion_tokens=5)
 
 
-@pytest.mark.parametrize("content", ["whole text", [{"type": "text", "text": "whole"}, {"type": "text", "text": ""}]])
-def test_a_prediction_changes_nothing(parse: Parse, content: object) -> None:
-    """It is checked, and the turn is the same."""
-    assert parse(prediction={"type": "content", "content": content}).turn == parse().turn
+@pytest.mark.parametrize(
+    "content", ["whole text", [{"type": "text", "text": "whole"}, {"type": "text", "text": " text"}]]
+)
+def test_a_prediction_is_read_and_changes_nothing_else(parse: Parse, content: object) -> None:
+    """A text or parts of one; beside it the turn is the same."""
+    turn = parse(prediction={"type": "content", "content": content}).turn
+    assert turn == replace(parse().turn, prediction="whole text")
+
+
+def test_a_request_may_forbid_drafts(parse: Parse) -> None:
+    """By one switch, at the top or in `extra_body`; without it the server decides."""
+    assert [parse(speculation=said).turn.may_draft for said in (None, True, False)] == [True, True, False]
+    assert parse(extra_body={"speculation": False}).turn == replace(parse().turn, may_draft=False)
 
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "ttl", "cache_mode", "session_id", "enable_thinking"])

@@ -34,6 +34,7 @@ BODY: dict[str, Any] = {
     "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
     "stop_sequences": ["END"],
     "temperature": 0.5,
+    "speculation": False,
     "timeout": 5,
     "fallbacks": ["x"],
     "field_of_tomorrow": {"a": [1, 2.5, None]},

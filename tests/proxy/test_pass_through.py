@@ -79,6 +79,7 @@ FIELDS: dict[str, Any] = {
     "chat_id": "h1",
     "cache_mode": "prefix",
     "ttl": 60,
+    "speculation": False,
     "cache_control": EPHEMERAL,
     # thinking and templates
     "chat_template_kwargs": {"enable_thinking": False, "preserve_thinking": True},

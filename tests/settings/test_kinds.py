@@ -119,3 +119,12 @@ def test_no_text_does_more_than_be_refused(name: str) -> None:
     for text in ("9" * 400, f"{'9' * 400}GB", "9" * 5000, f"0.{'1' * 400} kib", "1e999", "٣ GB", "\0", "~", "=", ","):
         with contextlib.suppress(ValueError):
             KINDS[name].read(text)
+
+
+def test_drafts_are_left_to_the_server_or_bounded() -> None:
+    """A word in any case or a number of tokens."""
+    read = KINDS["speculation"].read
+    assert [read(said) for said in ("AUTO", " Off ", "1", "64", 8)] == ["auto", "off", 1, 64, 8]
+    for said in ("0", "65", "on", "false", "1.5", "-1"):
+        with pytest.raises(ValueError):  # the same
+            read(said)

@@ -115,6 +115,12 @@ function showFigures(state, minutes) {
   if (warmed !== undefined) figures.push(["Computed ahead of time", short(warmed)]);
   const won = state.cache?.warming?.num_used_tokens;
   if (won !== undefined) figures.push(["Of these used by requests", short(won)]);
+  const drafts = state.cache?.speculation;
+  if (drafts?.num_drafted_tokens) {
+    figures.push(["Tokens a step, where drafted", drafts.tokens_per_step.toFixed(1)],
+      ["Drafted tokens that were right", percent(drafts.num_accepted_tokens, drafts.num_drafted_tokens)],
+      [drafts.seconds_saved < 0 ? "Time lost by drafts" : "Time saved by drafts", seconds(Math.abs(drafts.seconds_saved))]);
+  }
   pairs(at("figures"), figures);
 }
 

@@ -1,0 +1,61 @@
+"""How likely a drafted token is: from the match that it follows, and from how drafts fared before. One state per
+reader: what became of somebody's drafts says something of what was read."""
+
+import math
+from typing import Final
+
+from kvserve.core import DraftSource
+
+_BIAS: Final = -2.8
+_LENGTH: Final = 0.6
+_SHARE: Final = 2.0
+_PLACES: Final = 0.55
+_AGAINST: Final = -0.55
+"""A logistic regression, fitted to one half of the recorded sessions (`benchmarks/draft_replay.py`)."""
+
+_PREDICTED: Final = 1.0
+"""A client knows more of what comes than a text that happens to match."""
+
+_MAX_COUNTED: Final = 64
+_LOGS: Final = tuple(math.log2(number + 1) for number in range(_MAX_COUNTED + 1))
+
+READER_RATE: Final = 0.02
+ANSWER_RATE: Final = 0.05
+_MAX_SHIFT: Final = 3.0
+
+
+class Acceptance:
+    """How the drafts of each source fared, as what that adds to the logit of their chance: learned by gradient steps, a
+    token each. It belongs to the engine's thread."""
+
+    def __init__(self, rate: float = READER_RATE) -> None:
+        self._rate = rate
+        self._shifts: dict[DraftSource, float] = {}
+
+    def learn(self, source: DraftSource, chance: float, is_right: bool) -> None:
+        """A token that had this chance was right or not."""
+        shift = self.shift(source) + self._rate * (is_right - chance)
+        self._shifts[source] = max(-_MAX_SHIFT, min(_MAX_SHIFT, shift))
+
+    def shift(self, source: DraftSource) -> float:
+        """What is added to the logit, 0 where nothing was learned."""
+        return self._shifts.get(source, 0.0)
+
+
+def base_logit(source: DraftSource, *fared: Acceptance) -> float:
+    """What all tokens of a draft have in common."""
+    known = _BIAS + _PREDICTED if source == "prediction" else _BIAS
+    return known + sum(each.shift(source) for each in fared)
+
+
+def chance(base: float, num_matched: int, share: float, num_places: int, num_against: int) -> float:
+    """How likely a token is that follows a match of so many tokens; `share` of the places that match, by their weight,
+    go on with it, these are `num_places`; the longest match that goes on with another has `num_against` tokens."""
+    logit = (
+        base
+        + _LENGTH * _LOGS[min(num_matched, _MAX_COUNTED)]
+        + _SHARE * share
+        + _PLACES * _LOGS[min(num_places - 1, _MAX_COUNTED)]
+        + _AGAINST * _LOGS[min(num_against, _MAX_COUNTED)]
+    )
+    return 1.0 / (1.0 + math.exp(-logit))

@@ -1,0 +1,195 @@
+"""Drafts for one answer, from where its last tokens stood before: in the client's prediction, the conversation, the
+answer itself, what else its reader's models read and wrote. It knows tokens and indexes, not whose they are.
+
+After SuffixDecoding (arXiv 2411.04975): the places with the longest matches vote for the next token, those that go on
+with it vote for the one behind it. Every draft is looked up afresh, so it depends on the tokens and on what became of
+the drafts before, and not on how the tokens came.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvserve.core.drafting import Draft, DraftSource
+from kvserve.drafting.acceptance import ANSWER_RATE, Acceptance, base_logit, chance
+from kvserve.drafting.kept_text import NO_WORDS, KeptText
+from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
+
+MAX_PLACES = 8
+"""So many places of one text are looked at, the newest."""
+
+MAX_VOTERS = 24
+MIN_REACH = 0.05
+"""A draft ends where it is less likely than this to be right so far: a wider pass would not pay."""
+
+
+class _Place(NamedTuple):
+    """Where the last tokens of the answer stood before: `tokens[next]` came behind them."""
+
+    num_matched: int
+    source: DraftSource
+    tokens: array[int]
+    next: int
+
+
+class _Elected(NamedTuple):
+    """A token, the places that go on with it, longest matches first, what share of all that have; and how long the
+    longest match is that goes on with another."""
+
+    token: int
+    voters: list[_Place]
+    share: float
+    num_against: int
+
+    def chance(self, base: float, depth: int) -> float:
+        num_matched = self.voters[0].num_matched + depth
+        return chance(base, num_matched, self.share, len(self.voters), self.num_against)
+
+
+class TextDrafter:
+    """A `Drafter`. It reads indexes that nobody changes any more, and `records`: texts of which others replace the
+    index or drop it meanwhile."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        conversation: TextIndex,
+        prediction: Sequence[int] = (),
+        *,
+        text: KeptText | None = None,
+        offcut: TextIndex = NO_WORDS,
+        records: Sequence[KeptText] = (),
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not; `offcut`: what its
+        last rewind cut off."""
+        before = prompt[-MAX_MATCH_TOKENS:]
+        self.text = text
+        self.conversation = conversation
+        self._num_before = len(before)
+        self._answer = TextIndex(before)
+        # behind the prompt's end, where it begins; and wherever a few of its tokens come again
+        self._prediction = TextIndex([*before, *prediction] if prediction else ())
+        self._offcut = offcut
+        self._records = tuple(records)
+        self._fared = Acceptance() if acceptance is None else acceptance
+        self._fared_here = Acceptance(ANSWER_RATE)
+        self._open: Draft | None = None
+        self._num_followed = 0  # of the open draft
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds beside texts that are kept."""
+        own = self._answer.num_bytes + self._prediction.num_bytes
+        is_kept = self.text is not None and self.text.index is self.conversation
+        return own if is_kept else own + self.conversation.num_bytes
+
+    @property
+    def answer(self) -> array[int]:
+        """The tokens so far."""
+        return self._answer.tokens[self._num_before :]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take these in as the answer's next tokens; what was drafted for them was right or not, tried or not."""
+        for token in tokens:
+            self._compare(token)
+            self._answer.append(token)
+
+    def _compare(self, token: int) -> None:
+        draft, place = self._open, self._num_followed
+        if draft is None or place == len(draft.tokens):
+            return
+        is_right = draft.tokens[place] == token
+        for fared in (self._fared, self._fared_here):
+            fared.learn(draft.source, draft.chances[place], is_right)
+        self._num_followed = place + 1
+        if not is_right:
+            self._open = None
+
+    def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
+        """Nothing is learned here: `follow` compares every draft with what came, those that nobody tried too, so that a
+        source which fared badly can come back."""
+
+    def propose(self, max_num_tokens: int) -> Draft | None:
+        """What followed the longest matches, as far as it is likely at all."""
+        voters = self._places()
+        draft = self._voted(voters, max_num_tokens) if voters else None
+        self._open, self._num_followed = draft, 0
+        return draft
+
+    def _places(self) -> list[_Place]:
+        """Where the answer's last tokens stood before, the longest matches first, of equals the nearer text's."""
+        tail = self._answer.tokens[-MAX_MATCH_TOKENS:]
+        if len(tail) < NGRAM_TOKENS:
+            return []
+        found: list[_Place] = []
+        _look_up(tail, "prediction", self._prediction, found)
+        _look_up(tail, "conversation", self._answer, found)
+        _look_up(tail, "conversation", self.conversation, found)
+        _look_up(tail, "records", self._offcut, found)
+        for text in self._records:
+            _look_up(tail, "records", text.index, found)
+        found.sort(key=_by_length, reverse=True)
+        return found[:MAX_VOTERS]
+
+    def _voted(self, voters: list[_Place], max_num_tokens: int) -> Draft | None:
+        tokens: list[int] = []
+        chances: list[float] = []
+        source, base, reached = voters[0].source, 0.0, 1.0
+        for depth in range(max_num_tokens):
+            if not voters:
+                break
+            elected = _elected(voters, depth)
+            if depth == 0:
+                source = elected.voters[0].source
+                base = base_logit(source, self._fared, self._fared_here)
+            likely = elected.chance(base, depth)
+            reached *= likely
+            if reached < MIN_REACH:
+                break
+            tokens.append(elected.token)
+            chances.append(likely)
+            voters = [each for each in elected.voters if each.next + depth + 1 < len(each.tokens)]
+        return Draft(tuple(tokens), tuple(chances), source) if tokens else None
+
+
+def _by_length(place: _Place) -> int:
+    return place.num_matched
+
+
+def _look_up(tail: array[int], source: DraftSource, index: TextIndex, found: list[_Place]) -> None:
+    """Add the newest places of a text at which the tail's end stands and something follows."""
+    tokens = index.tokens
+    last = len(tokens) - 1
+    num_looked_at = 0
+    for end in index.ends_of(tail[-3], tail[-2], tail[-1]):
+        if end < last:
+            found.append(_Place(_num_matched(tail, tokens, end), source, tokens, end + 1))
+            num_looked_at += 1
+            if num_looked_at == MAX_PLACES:
+                break
+
+
+def _num_matched(tail: array[int], tokens: array[int], end: int) -> int:
+    """How many of the tail's last tokens end there; its last n-gram does."""
+    num, most = NGRAM_TOKENS, min(len(tail), end + 1)
+    while num < most and tokens[end - num] == tail[-1 - num]:
+        num += 1
+    return num
+
+
+def _elected(voters: list[_Place], depth: int) -> _Elected:
+    """The token that comes `depth` tokens behind most places, each weighted with the square of its match."""
+    if len(voters) == 1:
+        (only,) = voters
+        return _Elected(only.tokens[only.next + depth], voters, 1.0, 0)
+    weights: dict[int, int] = {}
+    for each in voters:
+        token = each.tokens[each.next + depth]
+        weights[token] = weights.get(token, 0) + (each.num_matched + depth) ** 2
+    token = max(weights, key=weights.__getitem__)
+    if len(weights) == 1:
+        return _Elected(token, voters, 1.0, 0)
+    agreeing = [each for each in voters if each.tokens[each.next + depth] == token]
+    against = next(each.num_matched for each in voters if each.tokens[each.next + depth] != token)
+    return _Elected(token, agreeing, weights[token] / sum(weights.values()), against + depth)

@@ -1,0 +1,144 @@
+"""Where in a text the last few tokens stood before: n-grams in a hash table with chains from the newest to the oldest,
+as in LZ77 (zlib's deflate.c). It knows tokens of one text and nothing of whose they are.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+NGRAM_TOKENS = 3
+"""A shorter match says little of what comes next."""
+
+MAX_MATCH_TOKENS = 32
+"""A longer match is not told from one of this length."""
+
+SLICE_TOKENS = 65_536
+"""So many tokens are indexed at a time, so that no other thread waits long for the interpreter's lock."""
+
+_MIN_SLOT_BITS = 6
+_FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
+_MASK = 0xFFFFFFFF
+
+
+class TextIndex:
+    """Tokens of a text, and for each of its n-grams where the same stood before.
+
+    `tokens`, `_older` and `_heads` are arrays of 32-bit ints: 12 to 16 bytes a token. `_heads[slot]` is where the
+    newest n-gram of a slot ends, `_older[i]` where the one of its slot before that which ends at i does, -1 for none. A
+    hash proves nothing: the n-gram is compared.
+
+    Who shares an index changes it no more: `extended` and `cut` give another one. `append` is for the only holder.
+    """
+
+    __slots__ = ("_heads", "_older", "_shift", "tokens")
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = array("i")
+        self._older = array("i")
+        self._heads, self._shift = _no_heads(0)
+        self._add(array("i", tokens))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds."""
+        return sum(map(sys.getsizeof, (self.tokens, self._older, self._heads)))
+
+    def extended(self, tokens: Sequence[int]) -> "TextIndex":
+        """The index of this text with these tokens behind it; what is indexed already is copied."""
+        other = TextIndex.__new__(TextIndex)
+        other.tokens, other._older = self.tokens[:], self._older[:]
+        other._heads, other._shift = self._heads[:], self._shift
+        other._add(array("i", tokens))
+        return other
+
+    def cut(self, num_tokens: int) -> "TextIndex":
+        """The index of the first tokens of this text."""
+        other = self.extended(())
+        for end in range(
+            len(self) - 1, max(num_tokens, NGRAM_TOKENS - 1) - 1, -1
+        ):  # newest first: each is its slot's head
+            other._heads[self._slot(*self.tokens[end - 2 : end + 1])] = self._older[end]
+        del other.tokens[num_tokens:], other._older[num_tokens:]
+        return other
+
+    def append(self, token: int) -> None:
+        """Add one token."""
+        tokens = self.tokens
+        tokens.append(token)
+        if len(tokens) > len(self._heads):
+            self._index_anew()
+            return
+        if len(tokens) < NGRAM_TOKENS:
+            self._older.append(-1)
+            return
+        slot = self._slot(tokens[-3], tokens[-2], token)
+        self._older.append(self._heads[slot])
+        self._heads[slot] = len(tokens) - 1
+
+    def ends_of(self, first: int, second: int, third: int) -> Iterator[int]:
+        """Where this n-gram ends in the text, newest first."""
+        tokens, older = self.tokens, self._older
+        end = self._heads[self._slot(first, second, third)]
+        while end >= 0:
+            if tokens[end] == third and tokens[end - 1] == second and tokens[end - 2] == first:
+                yield end
+            end = older[end]
+
+    def _slot(self, first: int, second: int, third: int) -> int:
+        mixed = (first * _FACTORS[0] + second * _FACTORS[1] + third * _FACTORS[2]) & _MASK
+        return mixed >> self._shift
+
+    def _add(self, new: array[int]) -> None:
+        if len(self.tokens) + len(new) > len(self._heads):
+            self.tokens.extend(new)
+            self._index_anew()
+            return
+        for start in range(0, len(new), SLICE_TOKENS):
+            begin = len(self.tokens)
+            self.tokens.extend(new[start : start + SLICE_TOKENS])
+            self._index_from(begin)
+
+    def _index_anew(self) -> None:
+        """Into a larger table."""
+        whole, self.tokens, self._older = self.tokens, array("i"), array("i")
+        self._heads, self._shift = _no_heads(len(whole))
+        self._add(whole)
+
+    def _index_from(self, begin: int) -> None:
+        """Index the n-grams that end at `begin` or behind it: those of one slot in order, each with the one before."""
+        first = max(begin, NGRAM_TOKENS - 1)
+        older = np.full(len(self.tokens) - begin, -1, np.int32)
+        if first < len(self.tokens):
+            heads = np.frombuffer(self._heads, np.int32)
+            slots = self._slots(first)
+            order = np.argsort(slots, kind="stable")
+            of_slot, ends = slots[order], (order + first).astype(np.int32)
+            is_first = np.empty(len(order), bool)
+            is_first[0] = True
+            np.not_equal(of_slot[1:], of_slot[:-1], out=is_first[1:])
+            before = np.empty(len(order), np.int32)
+            before[1:] = ends[:-1]
+            before[is_first] = heads[of_slot[is_first]]
+            older[ends - begin] = before
+            is_last = np.append(is_first[1:], True)
+            heads[of_slot[is_last]] = ends[is_last]
+        self._older.frombytes(older.tobytes())
+
+    def _slots(self, first: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        words = np.frombuffer(self.tokens, np.int32)[first - NGRAM_TOKENS + 1 :].astype(np.uint32)
+        num = len(words) - NGRAM_TOKENS + 1
+        mixed = np.zeros(num, np.uint32)
+        for offset, factor in enumerate(_FACTORS):
+            mixed += words[offset : offset + num] * np.uint32(factor)
+        return mixed >> np.uint32(self._shift)
+
+
+def _no_heads(num_tokens: int) -> tuple[array[int], int]:
+    """An empty table with room for so many tokens, and the shift that makes slots of it from 32 bits."""
+    bits = max(_MIN_SLOT_BITS, (num_tokens - 1).bit_length())
+    return array("i", [-1]) * (1 << bits), 32 - bits

@@ -1,0 +1,196 @@
+"""Drafts on a whole server: whose words they come from and leave, where they are seen, and that they change no answer.
+That no word of another reader is drafted is in `requests/test_drafts.py`, that drafts are exact in `engine/`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import kvserve.requests.drafts
+from kvserve.drafting.kept_text import TextOwner
+from kvserve.drafting.texts import DraftTexts
+from kvserve.engine.pass_costs import PassCosts
+from tests.serving import CHAT_PATH, AppUnderTest, chat_body, chunks_of, eventually, serving_app, writing
+from tests.trace_lines import parse_line
+
+ANN, BOB = {"x-api-key": "ann"}, {"x-api-key": "bob"}
+SAID = "Tell me of the swans."
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving_app(tmp_path_factory.mktemp("speculation"), max_kv_size=1024) as app:
+        yield app
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(app: AppUnderTest) -> None:
+    """Of the tests before."""
+    app.clear_cache()
+    assert texts(app).num_bytes == 0
+
+
+@pytest.fixture(autouse=True)
+def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine's passes cost: all that is drafted is tried."""
+    monkeypatch.setattr(PassCosts, "num_worth", lambda _self, chances, *_args, **_more: len(chances))
+
+
+def texts(app: AppUnderTest) -> DraftTexts:
+    found = app.served.drafts
+    assert found is not None
+    return found
+
+
+def ask(app: AppUnderTest, headers: dict[str, str] = ANN, **fields: Any) -> dict[str, Any]:
+    response = app.post(CHAT_PATH, chat_body(SAID, **fields), headers)
+    assert response.status == 200, response.body
+    return dict(response.json)
+
+
+def said(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"])
+
+
+def counted(usage: dict[str, Any]) -> tuple[int, int]:
+    """Accepted and rejected tokens, as OpenAI has them."""
+    details = usage.get("completion_tokens_details") or usage["output_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+def explained(app: AppUnderTest, answer_id: str, headers: dict[str, str] = ANN) -> dict[str, Any]:
+    path = f"/v1/cache/explain/{answer_id}"
+    assert eventually(lambda: app.get(path, headers).status == 200)
+    return dict(app.get(path, headers).json)
+
+
+def forget(app: AppUnderTest, query: str) -> None:
+    with app.connect() as client:
+        assert client.request("DELETE", f"/v1/cache?{query}", None, {"Connection": "close"}).status == 200
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_answer_is_drafted_and_seen_everywhere(app: AppUnderTest) -> None:
+    """The same words as without drafts; usage, request line, explanation, trace, metrics and totals agree."""
+    plain = ask(app, speculation=False)
+    assert counted(plain["usage"]) == (0, 0) and explained(app, plain["id"])["speculation"] is None
+    ask(app)
+    before: Any = app.get("/v1/cache").json["speculation"]
+    again = ask(app, session_id="swans")
+    assert said(again) == said(plain)
+    num_accepted, num_rejected = counted(again["usage"])
+    assert num_accepted > 0
+    told = explained(app, again["id"])["speculation"]
+    assert (told["num_accepted_tokens"], told["num_drafted_tokens"]) == (num_accepted, num_accepted + num_rejected)
+    num_steps = again["usage"]["completion_tokens"] - num_accepted
+    assert told["num_steps"] == num_steps and told["tokens_per_step"] > 1
+    by_source = told["by_source"]
+    assert sum(each["num_accepted_tokens"] for each in by_source.values()) == num_accepted
+    assert f"drafts: {num_accepted} of {num_accepted + num_rejected} right" in app.line_of(again["id"])
+    after: Any = app.get("/v1/cache").json["speculation"]
+    assert after["num_accepted_tokens"] == before["num_accepted_tokens"] + num_accepted
+    metrics = app.get("/metrics").body.decode()
+    for source in by_source:
+        assert f'kvserve_accepted_draft_tokens_total{{model="{again["model"]}",source="{source}"}}' in metrics
+    [trace] = app.log_root.rglob("cache-session-swans-*.log")
+    assert parse_line(trace.read_text()).fields["speculation"] == told
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, RESPONSES, MESSAGES])
+def test_each_protocol_tells_of_drafts_in_its_own_form(app: AppUnderTest, path: str) -> None:
+    """Chats and responses have counts, streamed or not, Anthropic's messages have no place for them; all may forbid
+    drafts."""
+    body: dict[str, Any] = {"max_tokens": 16, "messages": [{"role": "user", "content": SAID}], "temperature": 0}
+    if path == RESPONSES:
+        body = {"max_output_tokens": 16, "input": SAID, "temperature": 0}
+    answers: list[Any] = [app.post(path, {**body, "repetition_penalty": 1}, ANN).json for _ in range(2)]
+    assert explained(app, answers[1]["id"])["speculation"]["num_accepted_tokens"] > 0
+    forbidden: Any = app.post(path, {**body, "repetition_penalty": 1, "speculation": False}, ANN).json
+    assert explained(app, forbidden["id"])["speculation"] is None
+    if path == MESSAGES:
+        assert answers[1]["usage"].keys() == forbidden["usage"].keys()
+        return
+    assert counted(answers[1]["usage"])[0] > 0
+    if path == RESPONSES:
+        assert forbidden["usage"]["output_tokens_details"].keys() == {"reasoning_tokens"}
+        return
+    streamed = {**body, "repetition_penalty": 1, "stream": True, "stream_options": {"include_usage": True}}
+    assert counted(chunks_of(app.post(path, streamed, ANN))[-1]["usage"])[0] > 0
+
+
+def test_a_prediction_is_the_first_that_is_drafted_from(app: AppUnderTest) -> None:
+    """A file that the client expects back, with a word changed: what the model writes of it is accepted."""
+    text = "The swans swim on the lake. The geese fly over the hills. The ducks sit by the river."
+    prediction = {"type": "content", "content": text.replace("geese", "storks")}
+    with writing(app, text) as script:
+        fields: dict[str, Any] = {"max_tokens": 80, "enable_thinking": False, **script}
+        answer = ask(app, prediction=prediction, **fields)
+        plain = ask(app, speculation=False, **fields)
+    assert said(answer) == said(plain) and text in said(answer)
+    assert explained(app, answer["id"])["speculation"]["by_source"]["prediction"]["num_accepted_tokens"] > 5
+
+
+def test_what_another_one_said_makes_no_answer_faster(app: AppUnderTest) -> None:
+    """To one who asks first the drafts are the same whether somebody else has asked the same before or not."""
+    alone = explained(app, ask(app, BOB)["id"], BOB)["speculation"]
+    app.clear_cache()
+    ask(app, ANN)
+    beside = explained(app, ask(app, BOB)["id"], BOB)["speculation"]
+    assert _counts(beside) == _counts(alone)
+    app.clear_cache()
+    with all_one_reader():  # the control
+        ask(app, ANN)
+        assert _counts(explained(app, ask(app, BOB)["id"], BOB)["speculation"]) > _counts(alone)
+
+
+def _counts(speculation: dict[str, Any] | None) -> int:
+    return speculation["num_accepted_tokens"] if speculation is not None else 0
+
+
+@contextmanager
+def all_one_reader() -> Iterator[None]:
+    """The planted fault: everybody is drafted from everybody's words."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvserve.requests.drafts, "text_owner", lambda _session, _partition: TextOwner("anybody"))
+        yield
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{"ttl": 0}, {"cache_mode": "prefix"}, {"speculation": False}])
+def test_a_request_that_leaves_no_record_leaves_nothing_to_draft_from(
+    app: AppUnderTest, fields: dict[str, Any]
+) -> None:
+    """Neither its prompt nor its answer; others leave both, in the ledger."""
+    ask(app, **fields)
+    assert texts(app).num_bytes == 0
+    ask(app)
+    num_bytes = texts(app).num_bytes
+    assert num_bytes > 0 and app.health()["memory"]["accounts"]["drafts"]["num_bytes"] == num_bytes
+
+
+def test_a_request_that_leaves_no_record_is_drafted_from_its_own_words_alone(app: AppUnderTest) -> None:
+    """Not from what the same client said before; its prediction is its own."""
+    first = explained(app, ask(app, ttl=0)["id"])["speculation"]
+    ask(app)
+    assert _counts(explained(app, ask(app, ttl=0)["id"])["speculation"]) == _counts(first)
+
+
+def test_who_is_forgotten_leaves_nothing_to_draft_from(app: AppUnderTest) -> None:
+    """By session and by principal, and nobody else's words go."""
+    ask(app, ANN, session_id="one")
+    num_one = texts(app).num_bytes
+    ask(app, ANN, session_id="two")
+    name = explained(app, ask(app, BOB, session_id="one")["id"], BOB)["principal"]
+    num_all = texts(app).num_bytes
+    forget(app, f"session=one&principal={name}")
+    assert 0 < num_one < texts(app).num_bytes < num_all
+    forget(app, "session=one")
+    assert texts(app).num_bytes == num_one
+    forget(app, "session=two")
+    assert texts(app).num_bytes == 0
