@@ -35,7 +35,8 @@ class EngineSettings:
     """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
     `wired_bytes`: 0 wires nothing, None what weights and KV take. `max_draft_tokens`: so many drafted tokens go through
     the model in a pass at most, None leaves it to what passes cost, 0: none. `blas` tells what stands before MLX's own
-    BLAS, and the variables that choose kernels of both, from others. `draft_folder` has the model that drafts; None: none does."""
+    BLAS, and the variables that choose kernels of both, from others. `draft_folder` has the model that drafts; None:
+    none does."""
 
     max_kv_size: int
     max_concurrent_requests: int
