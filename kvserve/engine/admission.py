@@ -147,8 +147,8 @@ class Admission:
         """What rows take beyond their KV and the room for it, those that come again as if they decoded: else one that
         has outgrown the memory would enter, and be put back, without end."""
         decoding = set(self._pool.rows())
-        num_again = sum(row.was_put_back and row not in decoding for row in rows) if len(rows) > 1 else 0
-        return self._pool.padding_bytes() + num_again * self._pool.state_bytes
+        again = [row for row in rows if row.was_put_back and row not in decoding] if len(rows) > 1 else []
+        return self._pool.padding_bytes() + sum(map(self._pool.bytes_besides, again))
 
     def _all_reserved(self, rows: Sequence[Row]) -> list[int]:
         """Of one that comes again and does not decode yet the room that its buffers get by themselves."""

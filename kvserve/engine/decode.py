@@ -27,8 +27,11 @@ from kvserve.engine.decode_group import (
     drawn_token,
     hand_out,
     is_recurrent,
+    left_row,
 )
-from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, settle
+from kvserve.engine.draft_support import DraftSupport, find_draft_support
+from kvserve.engine.drafted import DraftedGenerator, DraftedRow
+from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, leaving, settle
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.sampling import LogitsProcessor, Sampler
@@ -56,6 +59,7 @@ class DecodePool:
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
+        self._draft_support: DraftSupport | None = None
 
     @property
     def num_rows(self) -> int:
@@ -67,13 +71,21 @@ class DecodePool:
 
     def held_bytes(self) -> float:
         """Bytes of KV that the batches hold, padding and room for the answer included."""
-        sizes, held = self._model.sizes, self.state_bytes
-        return sum(len(group.rows) * (sizes.live(group.num_slots) + held) for group in self._groups if group.rows)
+        live, besides = self._model.sizes.live, self.bytes_besides
+        return sum(live(group.num_slots) + besides(row) for group in self._groups for row in group.rows.values())
+
+    def bytes_besides(self, row: Row) -> int:
+        """Bytes that a row has besides its KV while it decodes: its states from before a step, and what a draft takes.
+        In a batch, too, so that one that comes again counts as what it will be."""
+        held = self._model.sizes.fixed if self._holds_states else 0
+        return max(held, self.draft_support.row_bytes) if row.drafts is not None else held
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a row's states from before a step, which a step keeps."""
-        return self._model.sizes.fixed if self._holds_states else 0
+    def draft_support(self) -> DraftSupport:
+        """What the model's caches allow of drafts; tried at the first call."""
+        if self._draft_support is None:
+            self._draft_support = find_draft_support(self._model)
+        return self._draft_support
 
     def padding_bytes(self) -> float:
         """Bytes of what is held beyond the rows' own KV and the room that they were admitted with: padding, the room
@@ -87,21 +99,93 @@ class DecodePool:
     def enter(self, row: Row, caches: list[Any], padding_bytes: float = math.inf) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins
         no batch where it would add more than `padding_bytes` of padding."""
+        most_bytes = min(padding_bytes, self._model.active_weight_bytes)
+        is_packed = self._model.is_packed(row.num_tokens - 1)
+        group = self._joined(row.num_tokens, is_packed, most_bytes)
+        self._insert(row, caches, group or self._empty_group(is_packed, is_drafted=self._may_draft(row)))
+
+    def make_way(self, row: Row, padding_bytes: float = math.inf) -> DecodeResult:
+        """Let a row whose tokens are guessed, and which this one is about to join, go on in a batch. Its next token is
+        handed out; what happens to it meanwhile touches no other row."""
+        most_bytes = min(padding_bytes, self._model.active_weight_bytes)
+        is_packed = self._model.is_packed(row.num_tokens - 1)
+        group = self._joined(row.num_tokens, is_packed, most_bytes, is_moved=True)
+        if group is None or not group.is_drafted:
+            return DecodeResult()
+        return self._moved(group, is_drafted=False)
+
+    def _insert(self, row: Row, caches: list[Any], group: Group) -> None:
+        """Let a row into a generator: `caches` hold all its tokens but the last."""
         tokens, decoder = row.tokens(), Decoder.of(row, self._model.vocab_size)
         caches = self._model.ready(caches, len(tokens) - 1)
         self._model.place(caches, row.request, len(tokens) - 1)
-        most_bytes = min(padding_bytes, self._model.active_weight_bytes)
-        group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1), most_bytes)
-        [uid] = group.generator.insert(
-            [tokens[-1:]],
-            max_tokens=[row.request.max_tokens - len(row.generated)],
-            caches=[entering(caches) if self._model.cache_support.can_batch else caches],
-            all_tokens=[tokens[:-1]],
-            samplers=[_guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler],
-            logits_processors=[[_guarded_processor(row, processor) for processor in decoder.processors]],
-            stop_sequences=[StopSequences([[token] for token in row.request.stop_tokens])],
-        )
+        num_left = row.request.max_tokens - len(row.generated)
+        sampler = _guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler
+        processors = [_guarded_processor(row, processor) for processor in decoder.processors]
+        if group.is_drafted and row.drafts is not None:
+            uid = group.generator.insert(
+                DraftedRow(
+                    caches,
+                    tokens[:-1],
+                    mx.array(tokens[-1:], dtype=mx.uint32),
+                    num_left,
+                    sampler,
+                    processors,
+                    row.drafts,
+                    is_private=decoder.is_private,
+                    stop_at=self._model.sizes.packed_from,
+                    has_failed=lambda: row.failure is not None,
+                )
+            )
+        else:
+            [uid] = group.generator.insert(
+                [tokens[-1:]],
+                max_tokens=[num_left],
+                caches=[entering(caches) if self._model.cache_support.can_batch else caches],
+                all_tokens=[tokens[:-1]],
+                samplers=[sampler],
+                logits_processors=[processors],
+                stop_sequences=[StopSequences([[token] for token in row.request.stop_tokens])],
+            )
         group.rows[uid] = row
+
+    def _may_draft(self, row: Row) -> bool:
+        return row.drafts is not None and self.draft_support.ways is not None
+
+    def _moved(self, group: Group, *, is_drafted: bool) -> DecodeResult:
+        """Let a group's only row go on in a generator of the other kind: it takes its caches along, and is handed its
+        next token, as it enters with all that are known."""
+        [(uid, row)] = group.rows.items()
+        result = self.hand_out_drawn(row)
+        if uid not in group.rows or group not in self._groups:
+            return result
+
+        def move() -> None:
+            caches = self._taken_out(group, uid)
+            self._insert(row, caches, self._empty_group(group.is_packed, is_drafted=is_drafted))
+            group.drop(uid)
+
+        broken = self._asked(group, move)
+        return result if broken is None else broken
+
+    def _taken_out(self, group: Group, uid: int) -> list[Any]:
+        """A group's only row, out of its generator, with the buffers that it has there."""
+        if group.is_drafted or not self._model.cache_support.can_batch:
+            caches: list[Any] = group.generator.remove([uid], return_prompt_caches=True)[uid][0]
+            return caches
+        caches = leaving(group.generator._generation_batch.prompt_cache)
+        group.generator.remove([uid])
+        return caches
+
+    def _guess_for_lone_rows(self) -> list[DecodeResult]:
+        """Rows that others have left to themselves go on where their next tokens are guessed."""
+        lone = [group for group in self._groups if len(group.rows) == 1 and not group.is_drafted]
+        results = []
+        for group in lone:
+            [(uid, row)] = group.rows.items()
+            if self._may_draft(row) and drawn_token(group.generator, uid) is not None:
+                results.append(self._moved(group, is_drafted=True))
+        return results
 
     def look_at(self, row: Row) -> ExtractedRow | None:
         """What a row that continues decoding holds between two steps, not evaluated yet; None if it does not decode."""
@@ -122,7 +206,7 @@ class DecodePool:
         """Hand out the token that the last step has drawn for a row that is about to leave and enter again: what its
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
         for group, uid in self._place_of(row):
-            token = self._asked(group, partial(_drawn_id, group.generator, uid))
+            token = self._asked(group, partial(_drawn_id, group, uid))
             if isinstance(token, DecodeResult):
                 return token
             if token is not None:
@@ -158,7 +242,7 @@ class DecodePool:
         """Compute batches that rows have left, large layers one after the other: as long as that is only described,
         what they were before is there as well. Rows that have left are let go of first."""
         for group in self._groups:
-            if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
+            if group.has_lost_rows and group.rows and self._model.cache_support.can_batch and not group.is_drafted:
                 for leaf in flat_caches(group.generator._generation_batch.prompt_cache):
                     if isinstance(leaf, BatchKv):
                         settle(*leaf.rows)
@@ -166,21 +250,16 @@ class DecodePool:
 
     def step(self) -> DecodeResult:
         """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
+        moved = self._guess_for_lone_rows()
         running = [group for group in self._groups if group.rows]
         if not running:
-            return DecodeResult()
-        return self._step_group(min(running, key=lambda group: group.used_seconds))
+            return DecodeResult.of(moved)
+        return DecodeResult.of([*moved, self._step_group(min(running, key=lambda group: group.used_seconds))])
 
     def step_all(self) -> DecodeResult:
         """One token for every row: what running streams get between two prefill chunks."""
-        steps = [self._step_group(group) for group in list(self._groups) if group.rows]
-        return DecodeResult(
-            tuple(left for step in steps for left in step.finished),
-            tuple(row for step in steps for row in step.failed),
-            tuple(row for step in steps for row in step.evicted),
-            any(step.is_short_of_memory for step in steps),
-            tuple(left for step in steps for left in step.broken),
-        )
+        moved = self._guess_for_lone_rows()
+        return DecodeResult.of([*moved, *(self._step_group(group) for group in list(self._groups) if group.rows)])
 
     def discard(self) -> list[Row]:
         """Throw every generator away; returns their rows."""
@@ -202,7 +281,7 @@ class DecodePool:
             row = group.rows[response.uid]
             if response.finish_reason is not None:
                 group.drop(response.uid)
-                finished.append(_left(row, response, before))
+                finished.append(left_row(row, response, before))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue
@@ -231,13 +310,17 @@ class DecodePool:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
+        return self._blamed(list(group.rows.values()), error)
+
+    def _blamed(self, rows: list[Row], error: Exception) -> DecodeResult:
+        """What is left to do for rows that have lost their generator to an error."""
         error.with_traceback(None)  # its frames have the arrays of the batch
         is_short = is_out_of_memory(error)
         if is_short:
-            self._blame_for_memory(list(group.rows.values()), error)
+            self._blame_for_memory(rows, error)
         again: list[Row] = []
         failed: list[Row] = []
-        for row in group.rows.values():
+        for row in rows:
             row.trouble = error
             if not is_short:
                 row.num_generator_failures += 1
@@ -255,50 +338,45 @@ class DecodePool:
             longest = max(rows, key=lambda row: row.num_tokens)
             longest.failure = longest.failure or client_error(error, self._model.sizes.peak(longest.num_tokens))
 
-    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> Group:
-        """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass
-        over the weights (`most_bytes`)."""
+    def _joined(self, num_tokens: int, is_packed: bool, most_bytes: float, *, is_moved: bool = False) -> Group | None:
+        """The generator that a row joins: the least padding, where there is memory for it and it is cheaper than one
+        more pass over the weights (`most_bytes`); `is_moved`: one whose row would go on in a batch for it, too."""
         if not self._model.cache_support.can_batch:
-            return self._empty_group(is_packed)
+            return None
         candidates = []
         for group in self._groups:
-            if 0 < len(group.rows) < self._max_batch_size and group.is_packed == is_packed:
+            is_open = 0 < len(group.rows) < self._max_batch_size and (is_moved or not group.is_drafted)
+            if is_open and group.is_packed == is_packed:
                 padding = extra_padding_tokens([row.num_tokens for row in group.rows.values()], num_tokens)
                 if padding * self._model.sizes.token_bytes(num_tokens) <= most_bytes:
                     candidates.append((padding, id(group), group))
-        if candidates:
-            return min(candidates)[2]
-        return self._empty_group(is_packed)
+        return min(candidates)[2] if candidates else None
 
-    def _empty_group(self, is_packed: bool) -> Group:
+    def _empty_group(self, is_packed: bool, *, is_drafted: bool = False) -> Group:
         """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
-        group = next((group for group in self._groups if not group.rows), None)
+        group = next((group for group in self._groups if not group.rows and group.is_drafted == is_drafted), None)
         if group is None:
-            group = Group(self._new_generator())
+            group = Group(self._new_generator(is_drafted=is_drafted))
             self._groups.append(group)
         group.is_packed = is_packed
         busy = [other.used_seconds for other in self._groups if other.rows]
         group.used_seconds = min(busy, default=0.0)
         return group
 
-    def _new_generator(self) -> Any:
+    def _new_generator(self, *, is_drafted: bool) -> Any:
+        support = self.draft_support if is_drafted else None
+        if support is not None and support.ways is not None:
+            return DraftedGenerator(self._module, support.ways, support.costs)
         if not self._model.cache_support.can_batch:
             return SoloGenerator(self._module)
         return batch_generator(self._module, completion_batch_size=self._max_batch_size)
 
 
-def _left(row: Row, response: Any, before: StatesBefore | None) -> ExtractedRow:
-    """A row that is finished. Of one that ended with another stop token than the next prompt will have behind its
-    answer, a state behind that token would be of no use: it gets those from before it, where there are any."""
-    caches, tokens = response.prompt_cache, response.all_tokens
-    is_repeated = response.finish_reason != "stop" or response.token == row.request.turn_end
-    if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
-        return ExtractedRow(row, caches, tokens)
-    return ExtractedRow(row, caches, tokens[:-1])
-
-
-def _drawn_id(generator: Any, uid: int) -> int | None:
-    token = drawn_token(generator, uid)
+def _drawn_id(group: Group, uid: int) -> int | None:
+    """The token that is drawn for a row, whose caches then hold all that were handed out before it."""
+    if group.is_drafted:
+        group.generator.catch_up()
+    token = drawn_token(group.generator, uid)
     return int(token.item()) if token is not None else None  # type: ignore[arg-type]
 
 

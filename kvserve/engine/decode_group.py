@@ -13,11 +13,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from kvserve.engine.drafted import DraftedGenerator
 from kvserve.engine.kv_buffers import flat_caches, num_slots
 from kvserve.engine.quantised import PackedCache
 from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.sampling import LogitsProcessor, Sampler, processors_for, sampler_for
-from kvserve.engine.solo import SoloGenerator
+from kvserve.engine.solo import Response, SoloGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,18 @@ class Decoder:
 class Group:
     """One generator and its rows by uid. `used_seconds` is its decoding time divided by the rows that shared it."""
 
-    generator: Any  # BatchGenerator, which is not typed, or SoloGenerator
+    generator: Any  # BatchGenerator, which is not typed, SoloGenerator or DraftedGenerator
     rows: dict[int, Row] = field(default_factory=dict)
     used_seconds: float = 0.0
     is_packed: bool = False
     """Whether its rows' KV is quantised: those in full precision decode in another one."""
     has_lost_rows: bool = False
     """Whether a row left since the batch was computed last."""
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether its row's next tokens are guessed: it decodes by itself."""
+        return isinstance(self.generator, DraftedGenerator)
 
     def drop(self, uid: int) -> Row:
         """Forget a row that has left the generator."""
@@ -98,11 +104,22 @@ class DecodeResult:
     is_short_of_memory: bool = False
     broken: tuple[ExtractedRow, ...] = ()
 
+    @classmethod
+    def of(cls, steps: "Sequence[DecodeResult]") -> "DecodeResult":
+        """What several steps brought."""
+        return cls(
+            tuple(left for step in steps for left in step.finished),
+            tuple(row for step in steps for row in step.failed),
+            tuple(row for step in steps for row in step.evicted),
+            any(step.is_short_of_memory for step in steps),
+            tuple(left for step in steps for left in step.broken),
+        )
+
 
 def drawn_token(generator: Any, uid: int) -> mx.array | None:
     """A row's next token (), which may not be computed yet; None where its last prompt token has not gone through the
     model."""
-    if isinstance(generator, SoloGenerator):
+    if isinstance(generator, SoloGenerator | DraftedGenerator):
         return generator.drawn_token(uid)
     batch = generator._generation_batch
     return batch._next_tokens[batch.uids.index(uid)] if uid in batch.uids else None
@@ -139,13 +156,16 @@ class StatesBefore:
 
     @classmethod
     def of(cls, generator: Any) -> "StatesBefore | None":
-        """The states in a `BatchGenerator` before its next step; None where no row has begun to decode."""
-        batch = generator._generation_batch
-        if not batch.uids:
+        """The states in a generator before its next step; None where no row has begun to decode."""
+        if isinstance(generator, DraftedGenerator):
+            uids, flat = generator.leaves_before()
+        else:
+            batch = generator._generation_batch
+            uids, flat = batch.uids, flat_caches(batch.prompt_cache)
+        if not uids:
             return None
-        flat = flat_caches(batch.prompt_cache)
         states = [tuple(leaf.cache) if is_recurrent(leaf) else None for leaf in flat]
-        return cls({uid: row for row, uid in enumerate(batch.uids)}, states)
+        return cls({uid: row for row, uid in enumerate(uids)}, states)
 
     def put_back(self, uid: int, caches: Sequence[Any]) -> bool:
         """Give a row's own caches the states from before the step. Returns False, and changes nothing, where they have
@@ -159,3 +179,15 @@ class StatesBefore:
             if state is not None:
                 leaf.cache = [array[row : row + 1] for array in state]
         return True
+
+
+def left_row(row: Row, response: Any, before: StatesBefore | None) -> ExtractedRow:
+    """A row that is finished. Of one that ended with another stop token than the next prompt will have behind its
+    answer, a state behind that token would be of no use: it gets those from before it, where there are any."""
+    caches, tokens = response.prompt_cache, response.all_tokens
+    if isinstance(response, Response) and not response.holds_token:
+        return ExtractedRow(row, caches, tokens)
+    is_repeated = response.finish_reason != "stop" or response.token == row.request.turn_end
+    if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
+        return ExtractedRow(row, caches, tokens)
+    return ExtractedRow(row, caches, tokens[:-1])

@@ -187,6 +187,18 @@ class RightAligned:
         start = int(self.left_padding[index].item())  # type: ignore[arg-type]
         return tuple(array[index : index + 1, :, start : self._idx] for array in self.rows), self._idx - start
 
+    def take_out(self) -> Any:
+        """The only row as a cache of its own: see `only_row`."""
+        raise NotImplementedError
+
+    def only_row(self) -> tuple[KvArrays, int]:
+        """The one row of a batch that has no other, and its length: handed over with the room that it has, so that the
+        batch is empty. Else as `row`."""
+        if self.num_rows > 1 or int(self.left_padding[0].item()):  # type: ignore[arg-type]
+            return self.row(0)
+        rows, self.rows = self.rows, ()
+        return rows, self._idx
+
     @property
     def num_rows(self) -> int:
         return self.left_padding.size
@@ -249,14 +261,26 @@ class BatchKv(_Plain, RightAligned, BatchKVCache):
 
     def extract(self, idx: int) -> KVCache:
         """One row as a cache of its own: see `row`."""
-        rows, num_tokens = self.row(idx)
-        taken: Any = KVCache()  # type: ignore[no-untyped-call]
-        if rows:
-            taken.keys, taken.values, taken.offset = *rows, num_tokens
-        cache: KVCache = taken
-        return cache
+        return _plain_cache(*self.row(idx))
+
+    def take_out(self) -> KVCache:
+        """The same of the only row: see `only_row`."""
+        return _plain_cache(*self.only_row())
+
+
+def _plain_cache(rows: KvArrays, num_tokens: int) -> KVCache:
+    taken: Any = KVCache()  # type: ignore[no-untyped-call]
+    if rows:
+        taken.keys, taken.values, taken.offset = *rows, num_tokens
+    cache: KVCache = taken
+    return cache
 
 
 def entering(caches: list[Any]) -> list[Any]:
     """A row's caches as they go into a batch: those of plain keys and values are moved, others are the same."""
     return with_leaves(caches, lambda leaf: RowKv.of(leaf) if type(leaf) is KVCache else leaf)
+
+
+def leaving(caches: list[Any]) -> list[Any]:
+    """The caches of a batch's only row: buffers of keys and values are moved, others are extracted."""
+    return with_leaves(caches, lambda leaf: leaf.take_out() if isinstance(leaf, RightAligned) else leaf.extract(0))

@@ -5,6 +5,7 @@ They know llguidance's matcher, tags as text and the layout of logits; where gra
 and how tokens are spelt or sent is not their business.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import llguidance
@@ -57,6 +58,27 @@ class GrammarProcessor:
         self._check_matcher()
         bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")[: logits.shape[-1]]
         return keep_only(mx.array(bits.astype(bool)), logits)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these the grammar allows behind what it was shown last; all before it begins to hold."""
+        return len(tokens) if self._after else int(self._matcher.validate_tokens(list(tokens)))
+
+    def forced(self, begun: Sequence[int], max_num_tokens: int) -> list[int]:
+        """The tokens that have to come behind what it was shown last and these: at each place no other is allowed. Most
+        letters that are forced can be cut into tokens in several ways; such ones are not forced."""
+        matcher, found, num_read = self._matcher, list[int](), 0
+        if self._after or matcher.is_stopped():
+            return found
+        num_read = matcher.try_consume_tokens(list(begun))
+        likely = matcher.compute_ff_tokens() if num_read == len(begun) else []
+        for token in likely[:max_num_tokens]:
+            llguidance.numpy.fill_next_token_bitmask(matcher, self._bitmask)
+            if int(np.bitwise_count(self._bitmask.view(np.uint32)).sum()) != 1:
+                break
+            num_read += matcher.try_consume_tokens([token])
+            found.append(token)
+        matcher.rollback(num_read)
+        return found
 
     def _check_matcher(self) -> None:
         """A matcher that broke down allows only the end of the text: without this the answer would pass for whole."""

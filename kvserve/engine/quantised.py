@@ -230,6 +230,10 @@ class BatchPackedCache(RightAligned):
         """One row as a cache of its own: see `row`."""
         return PackedCache(self.scheme, *self.row(index))
 
+    def take_out(self) -> PackedCache:
+        """The same of the only row: see `only_row`."""
+        return PackedCache(self.scheme, *self.only_row())
+
     @property
     def state(self) -> tuple[KvArrays, mx.array, mx.array, int]:
         return self.rows, self.offset, self.left_padding, self._idx

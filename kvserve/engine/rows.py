@@ -18,6 +18,7 @@ from itertools import pairwise
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop
 from kvserve.cache.token_run import pack
 from kvserve.core import (
+    Drafting,
     GenerationDone,
     GenerationEvent,
     GenerationFailed,
@@ -31,6 +32,7 @@ from kvserve.core import (
     TokenSequence,
 )
 from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
+from kvserve.engine.row_drafts import RowDrafts
 from kvserve.engine.token_dispatcher import Dispatch, call_now
 from kvserve.errors import EngineFailure, KvserveError
 
@@ -140,8 +142,8 @@ class Row:
     `restorable_bytes`: so much of the kept KV it may use, beside what all rows hold. `moved_bytes`: where that is less
     than what is kept of it, so much moves out of the tree to it.
     `is_forgotten`: its owner was forgotten meanwhile, and nothing of it is kept. `logprobs` reads those of its
-    tokens, None where its client does not ask. `trouble` is what its generator raised last, `failure` what the row
-    itself is to blame for.
+    tokens, None where its client does not ask; `drafts` is None where nothing is drafted. `trouble` is what its
+    generator raised last, `failure` what the row itself is to blame for.
     """
 
     handle: RequestHandle
@@ -172,6 +174,12 @@ class Row:
     failure: Exception | None = None
     is_over: bool = False
     logprobs: LogprobReader | None = None
+    drafts: RowDrafts | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        drafter, grammars = self.request.drafter, [each for each in self.constraints if type(each) is GrammarProcessor]
+        grammar = grammars[0] if grammars else None
+        self.drafts = RowDrafts(self.request, drafter, grammar) if drafter is not None else None
 
     @property
     def request(self) -> GenerationRequest:
@@ -251,14 +259,16 @@ class Row:
         now = time.monotonic()
         started = self.prefill_started_at or now
         first = self.first_token_at or now
+        num_generated_tokens = len(self.generated) + num_hidden_tokens
         self.on_end()
         self.handle.put(
             GenerationDone(
                 reason=reason,
                 num_prompt_tokens=len(self.request.prompt),
                 num_cached_tokens=self.num_cached_tokens,
-                num_generated_tokens=len(self.generated) + num_hidden_tokens,
+                num_generated_tokens=num_generated_tokens,
                 timing=GenerationTiming(started - self.submitted_at, first - started, now - first),
+                drafting=self.drafts.drafting(num_generated_tokens) if self.drafts is not None else Drafting(),
             )
         )
 

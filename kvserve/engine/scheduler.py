@@ -253,6 +253,7 @@ class Scheduler:
                 continue
             self._send_tokens()  # the others wait for nothing that is done now
             self._cache_leases.keep_rest(row, left.caches, left.tokens)
+            self._settle(self._pool.make_way(row))
             with self._or_leaves(row):
                 self._memory.with_second_try(partial(self._pool.enter, row, left.caches))
 
@@ -330,8 +331,9 @@ class Scheduler:
         """Move a row from its prefill into a batch; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
+        padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
+        self._settle(self._pool.make_way(prefill.row, padding_bytes))
         with self._or_leaves(prefill.row):
-            padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, padding_bytes))
             self.cache.totals.num_prefill_tokens += 1
 

@@ -22,13 +22,15 @@ CLEAR_EVERY_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One token of the row; with a `finish_reason` also its caches, which hold the KV of exactly `all_tokens`."""
+    """One token of the row; with a `finish_reason` also its caches, which hold the KV of exactly `all_tokens`, this one
+    among them or (`holds_token`) not."""
 
     uid: int
     token: int
     finish_reason: str | None = None
     prompt_cache: list[Any] | None = None
     all_tokens: list[int] | None = None
+    holds_token: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -86,7 +86,7 @@ def test_a_row_that_was_put_back_is_counted_with_the_room_of_its_buffers(is_long
     enter, and be put back at once, without end."""
     again = LongRow(300 + ANSWER_ALLOWANCE_TOKENS + is_longer)
     decoding: list[Row] = []
-    pool: Any = SimpleNamespace(rows=lambda: decoding, padding_bytes=lambda: 0.0, state_bytes=0)
+    pool: Any = SimpleNamespace(rows=lambda: decoding, padding_bytes=lambda: 0.0, bytes_besides=lambda _: 0)
     admission = Admission(Budget(3, 10_000, KvSize(fixed=0, per_token=1)), cast(Any, None), pool)
     counted = num_slots(again.num_tokens) if is_longer else again.num_tokens
     assert admission.padding_left([cast(Row, again)]) == 10_000 - counted

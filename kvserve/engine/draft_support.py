@@ -1,0 +1,130 @@
+"""What a model's caches allow of drafts, found by trying: a row goes through a pass with wrong tokens, comes back and
+goes on, and must be the row that never met them. It knows what must be true of caches of any class, no model's name.
+
+That takes at most twenty passes of a few tokens, of more where a class that is unknown names a length, and twice as
+many where KV is quantised.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import RotatingKVCache
+
+from kvserve.engine.borders import described, finding
+from kvserve.engine.kv_buffers import flat_caches, held_arrays, with_arrays
+from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, is_known, lengths_named
+from kvserve.engine.logits_error import logits_error
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
+from kvserve.engine.retreat import Retreat, Way, known_way
+from kvserve.engine.self_check import MAX_ERROR, CachesDiffer
+
+PROMPT_TOKENS = 11
+NUM_RIGHT = 2
+NUM_WRONG = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSupport:
+    """`ways`: how each leaf comes back from a pass, None where rows decode plainly (`why_not`). `row_bytes`: what a row
+    holds besides its KV while a draft is tried. `costs` are those of this model on this machine."""
+
+    ways: tuple[Way, ...] | None
+    why_not: str
+    row_bytes: int
+    costs: PassCosts
+
+
+def find_draft_support(model: LoadedModel) -> DraftSupport:
+    """Try a model's caches, and how long passes take."""
+    costs = PassCosts()
+    with mx.stream(generation_stream):
+        ways = finding(lambda: _proven_ways(model))
+        if isinstance(ways, Exception):
+            return DraftSupport(None, described(ways), 0, costs)
+        costs.measure(model.module, model.new_caches)
+    return DraftSupport(ways, "", _row_bytes(model, ways), costs)
+
+
+def _row_bytes(model: LoadedModel, ways: Sequence[Way]) -> int:
+    """States are there twice, and windows have the rows of a pass besides."""
+    windows = [leaf.max_size for leaf in flat_caches(model.new_caches()) if isinstance(leaf, RotatingKVCache)]
+    held = model.sizes.fixed if "hold" in ways else 0
+    return held + (model.sizes.fixed * MAX_PASS_TOKENS // min(windows) if "window" in ways else 0)
+
+
+def _proven_ways(model: LoadedModel) -> tuple[Way, ...]:
+    """How each leaf comes back. Raises CachesDiffer where one does not, and what the model raises."""
+    leaves = flat_caches(model.new_caches())
+    forms = model.leaf_forms or ()
+    if model.leaf_trouble or len(forms) != len(leaves):
+        raise CachesDiffer(model.leaf_trouble or "it is not known what its caches hold")
+    unknown = [leaf for leaf in leaves if not is_known(leaf)]
+    named = {length for leaf in unknown for length in lengths_named(leaf)}
+    if (longest := max(named, default=0)) > MAX_PROBED_TOKENS:
+        raise CachesDiffer(f"it names {longest:,}, and at start rows of at most {MAX_PROBED_TOKENS:,} tokens are tried")
+    ways = tuple(_way(leaf, form) for leaf, form in zip(leaves, forms, strict=True))
+    _prove(model.module, model.new_caches, ways, longest)
+    if (quantiser := model.quantiser) is not None:
+        _prove(model.module, lambda: quantiser.convert(model.new_caches()), ways, longest)
+    return ways
+
+
+def _way(leaf: Any, form: LeafForm) -> Way:
+    if form.depends_on_cuts:
+        raise CachesDiffer(f"what {type(leaf).__name__} holds depends on where a pass ends")
+    known = known_way(leaf)
+    if known == "trim" and form.kind not in ("cut", "none"):
+        raise CachesDiffer(f"not every pass writes its {type(leaf).__name__}")
+    if known is not None:
+        return known
+    return "trim" if form.kind == "cut" and hasattr(leaf, "trim") and leaf.is_trimmable() else "hold"
+
+
+def _prove(
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], ways: Sequence[Way], num_extra: int
+) -> None:
+    """A row that took wrong tokens in two passes, the second of which had to bring the first one's right tokens along
+    where states went back, beside one that was never shown any. Raises CachesDiffer."""
+    tokens = [1 + (37 * place + place * place) % 89 for place in range(PROMPT_TOKENS + num_extra + 3 * NUM_RIGHT)]
+    start, wrong = PROMPT_TOKENS + num_extra, [90 - token for token in tokens[:NUM_WRONG]]
+    plain, caches = new_caches(), new_caches()
+    _passed(module, plain, tokens[:start])
+    _passed(module, caches, tokens[:start])
+    expected = [_passed(module, plain, [token])[-1] for token in tokens[start:]]
+    found: list[mx.array] = []
+    behind: list[int] = []
+    for first in (start, start + NUM_RIGHT):
+        right = tokens[first : first + NUM_RIGHT]
+        passed = [*behind, *right, *wrong]
+        leaves = flat_caches(caches)
+        retreat = Retreat.before(leaves, ways)
+        before = [with_arrays(held, mx.contiguous) for held in retreat.held]
+        mx.eval(held_arrays(before))
+        logits = _passed(module, caches, passed)
+        found += list(logits[len(behind) : len(behind) + NUM_RIGHT])
+        _check_held(retreat, before)
+        num_kept = len(behind) + NUM_RIGHT
+        behind = [*behind, *right][retreat.back(len(passed), num_kept) :]
+    found += list(_passed(module, caches, [*behind, *tokens[start + 2 * NUM_RIGHT :]])[-NUM_RIGHT:])
+    error = max(logits_error(*pair) for pair in zip(found, expected, strict=True))
+    if not error <= MAX_ERROR:  # also for one that is not a number
+        raise CachesDiffer(f"a row that comes back from wrong tokens has logits that are off by {error:.0%}")
+
+
+def _check_held(retreat: Retreat, before: Sequence[Any]) -> None:
+    """What is held is what it was: a class that writes into its arrays changes those that are held, too."""
+    for leaf, held, was in zip(retreat.leaves, retreat.held, before, strict=True):
+        pairs = zip(held_arrays(held), held_arrays(was), strict=True)
+        if not all(mx.array_equal(*pair) for pair in pairs):
+            raise CachesDiffer(f"{type(leaf).__name__} writes into its arrays")
+
+
+def _passed(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int]) -> mx.array:
+    """Log-probabilities (tokens, vocabulary) behind each token of one pass."""
+    logits: mx.array = module(mx.array([list(tokens)]), cache=caches)[0]
+    mx.eval(logits, held_arrays(caches))
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
