@@ -142,7 +142,7 @@ class Server:
         self._find_demo()
         self._start_proxy()
         with self._terminal.loading(self._model_name):
-            default = ModelSource(self._model_name, self._model_folder(), self._chat_template)
+            default = ModelSource(self._model_name, self._model_folder(), self._chat_template, is_default=True)
             disk = Disk(cached_folder, is_model_folder)
             names = catalogue_settings(self._settings, self._listed_model_id)
             served = self._pool.start(Catalogue(default, names, disk), stopping)

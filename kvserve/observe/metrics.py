@@ -308,6 +308,7 @@ ACCOUNTS = (
     ("drafts", "Tokens that next ones are drafted from"),
     ("image_features", "What a vision tower made of images"),
     ("buffers", "Freed buffers that MLX holds"),
+    ("draft_kv", "KV of the draft model"),
 )
 
 
