@@ -12,10 +12,10 @@ NUM_NEWEST = 15
 MARGIN = 1.25
 """A drafted token must be expected to save so many times what it costs: the target's wider pass is not free either."""
 
-PRIOR_TOKENS, PRIOR_TRUST = 8.0, 0.8
+PRIOR_TOKENS, PRIOR_TRUST = 4.0, 0.8
 """What a model is trusted before it was tried, and how many claimed tokens that weighs."""
 
-JUDGED_DECAY, UNUSED_DECAY = 0.92, 0.996
+JUDGED_DECAY, UNUSED_DECAY = 0.98, 0.996
 """How much of what was learnt stays with every draft that was judged, and with every question that it was not used for:
 a model that was left is tried again now and then, with another text."""
 

@@ -5,6 +5,7 @@ joining, work ahead of requests, forgetting, and the way to disk at the end. Bel
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvserve.core import TokenSequence
 from kvserve.engine.borders import ShortMemory
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.disk_writing import Flush
@@ -78,6 +79,12 @@ class Upkeep:
     def report(self) -> CacheReport:
         """What is kept and was done, also ahead of requests."""
         return replace(self._cache.report(), warming=self._warmer.report())
+
+    def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
+        """Forget what only the entries of these owners and this conversation use, on disk too."""
+        self._cache.discard(tokens, is_owner)
+        if self._draft_model is not None:
+            self._draft_model.cache.discard(tokens, is_owner)
 
     def clear(self) -> None:
         """Forget everything that is kept; running rows continue."""

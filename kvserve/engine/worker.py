@@ -182,7 +182,7 @@ class Engine:
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
         """Forget what serves only this conversation and these owners, on disk too. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.cache.discard(tokens, is_owner))
+        self._ask(lambda scheduler: scheduler.upkeep.discard(tokens, is_owner))
 
     def clear_cache(self) -> None:
         """Forget everything that is kept, on disk too; running rows continue. Raises NotReady."""

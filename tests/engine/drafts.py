@@ -48,6 +48,14 @@ class GivenCosts(DraftCosts):
     def step_seconds(self) -> float | None:
         return 1.0
 
+    @property
+    def prefill_seconds(self) -> float:
+        return 0.001
+
+    @prefill_seconds.setter
+    def prefill_seconds(self, seconds: float) -> None:
+        """Seconds are given."""
+
     def note_outcome(self, seconds: float, num_tokens: int) -> None:
         """Seconds are given."""
 

@@ -14,6 +14,7 @@ from kvserve.engine.engine_settings import DiskSettings, DraftStatus
 from kvserve.engine.model import load
 from kvserve.engine.return_point import ReturnPoint, why_no_return
 from kvserve.engine.self_check import check_caches
+from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from tests.engine.drafts import drafted, drafted_engine
@@ -91,17 +92,16 @@ def test_a_model_that_guesses_badly_is_soon_left() -> None:
         plain = ask(engine, request(PROMPT, 3 * NUM_TOKENS))
         found = ask(engine, drafted(PROMPT, 3 * NUM_TOKENS))
         assert found.tokens == plain.tokens
-        assert drafts_of(found).num_accepted < 8
-        assert drafts_of(found).num_tokens < NUM_TOKENS // 2
+        assert drafts_of(found).num_accepted < drafts_of(found).num_tokens // 4
         assert not status(engine).is_used
         asked = status(engine).num_computed_tokens
-        ask(engine, drafted(prompt_of(200, 5), 4))
+        assert drafts_of(ask(engine, drafted(prompt_of(200, 5), 8))) == Drafted()
         assert status(engine).num_computed_tokens == asked, "no prompt is computed for a model that was left"
 
 
 def test_a_long_prompt_is_computed_a_chunk_a_question_and_the_rest_when_nobody_waits() -> None:
     prompt = prompt_of(400, 6)
-    with drafted_engine("llama", prefill_step_size=32) as engine:
+    with drafted_engine("llama", prefill_step_size=32, warming=WarmSettings(grace_seconds=0.0)) as engine:
         found = ask(engine, drafted(prompt, 6))
         assert drafts_of(found) == Drafted(), "the target went on meanwhile"
         assert 32 <= status(engine).num_computed_tokens < 300
