@@ -12,15 +12,13 @@ NUM_NEWEST = 15
 MARGIN = 1.25
 """A drafted token must be expected to save so many times what it costs: the target's wider pass is not free either."""
 
-PRIOR_TOKENS, PRIOR_TRUST = 4.0, 0.8
-"""What a model is trusted before it was tried, and how many claimed tokens that weighs."""
+PRIOR_TOKENS, PRIOR_TRUST, PRIOR_SHARE = 4.0, 0.8, 0.6
+"""What a model is trusted before it was tried, which share of its tokens is drawn then, and how many tokens that
+weighs."""
 
 JUDGED_DECAY, UNUSED_DECAY = 0.98, 0.996
 """How much of what was learnt stays with every draft that was judged, and with every question that it was not used for:
 a model that was left is tried again now and then, with another text."""
-
-TYPICAL_CHANCE = 0.75
-"""How likely the model's own next token is to it, in a text that it follows."""
 
 USUAL_ANSWER_TOKENS, ANSWER_WEIGHT = 200.0, 0.1
 
@@ -49,6 +47,7 @@ class DraftCosts:
     _passes: deque[float] = field(default_factory=_newest)
     _steps: deque[float] = field(default_factory=_newest)
     _num_claimed: float = 0.0
+    _num_judged: float = 0.0
     _num_accepted: float = 0.0
     _answer_tokens: float = USUAL_ANSWER_TOKENS
     _gain_seconds: float = 0.0
@@ -71,6 +70,11 @@ class DraftCosts:
         share = (self._num_accepted + PRIOR_TOKENS * PRIOR_TRUST) / (self._num_claimed + PRIOR_TOKENS)
         return min(MAX_TRUST, share)
 
+    @property
+    def drawn_share(self) -> float:
+        """So many of its tokens that the target came to are drawn."""
+        return (self._num_accepted + PRIOR_TOKENS * PRIOR_SHARE) / (self._num_judged + PRIOR_TOKENS)
+
     def chance(self, probability: float) -> float:
         """How likely the target draws a token that the draft model holds so likely."""
         return min(MAX_CHANCE, probability * self.trust)
@@ -83,11 +87,11 @@ class DraftCosts:
     @property
     def is_worth_it(self) -> bool:
         """Whether the model can be expected to save time at all; True before anything is known."""
-        return self.step_seconds is None or self.pays(self.chance(TYPICAL_CHANCE))
+        return self.step_seconds is None or self.pays(self.drawn_share)
 
     def earns_back(self, num_missing_tokens: int, num_left_tokens: int) -> bool:
         """Whether an answer of so many more tokens is likely to save what it costs to compute missing KV."""
-        step_seconds, chance = self.step_seconds, self.chance(TYPICAL_CHANCE)
+        step_seconds, chance = self.step_seconds, self.drawn_share
         if step_seconds is None or not self.pays(chance):
             return False
         saved = num_left_tokens * (chance * step_seconds - self.pass_seconds)
@@ -112,9 +116,10 @@ class DraftCosts:
         """Learn how long answers are."""
         self._answer_tokens += ANSWER_WEIGHT * (num_tokens - self._answer_tokens)
 
-    def note_judged(self, num_claimed: float, num_accepted: int) -> None:
-        """Learn from a draft: the target drew so many of its tokens, and `num_claimed` were to be expected of those
-        that it came to."""
+    def note_judged(self, num_claimed: float, num_judged: int, num_accepted: int) -> None:
+        """Learn from a draft: the target came to so many of its tokens, of which `num_claimed` were to be expected, and
+        drew so many."""
+        self._num_judged = JUDGED_DECAY * self._num_judged + num_judged
         self._num_claimed = JUDGED_DECAY * self._num_claimed + num_claimed
         self._num_accepted = JUDGED_DECAY * self._num_accepted + num_accepted
 
@@ -139,5 +144,6 @@ class DraftCosts:
 
     def note_unused(self) -> None:
         """Note a question for which nothing was drafted."""
+        self._num_judged *= UNUSED_DECAY
         self._num_claimed *= UNUSED_DECAY
         self._num_accepted *= UNUSED_DECAY

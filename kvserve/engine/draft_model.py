@@ -244,6 +244,6 @@ class DraftModel:
             disk_bytes,
             setting.num_cached_tokens,
             setting.num_computed_tokens,
-            round(self.costs.trust, 3),
+            round(self.costs.drawn_share, 3),
             self.costs.is_worth_it,
         )

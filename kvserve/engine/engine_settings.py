@@ -88,14 +88,15 @@ type EngineState = Literal["loading", "ready", "failed", "stopped"]
 @dataclass(frozen=True, slots=True)
 class DraftStatus:
     """The draft model: its folder's name, bytes of its KV in RAM and on disk, and of the tokens that rows needed those
-    found in its cache and those computed. `trust`: so much of what it claims is drawn; `is_used`: it saves time."""
+    found in its cache and those computed. `drawn_share` of its drafts is drawn, as far as is known; `is_used`: it saves
+    time."""
 
     name: str
     ram_bytes: int
     disk_bytes: int
     num_cached_tokens: int
     num_computed_tokens: int
-    trust: float
+    drawn_share: float
     is_used: bool
 
 

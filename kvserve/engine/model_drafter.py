@@ -114,7 +114,7 @@ class ModelDrafter:
         """See `Drafter`."""
         if (last := self._last) is not None and last.draft is draft and num_tried:
             num_judged = min(num_tried, num_accepted + 1)
-            self._setting.costs.note_judged(sum(last.probabilities[:num_judged]), num_accepted)
+            self._setting.costs.note_judged(sum(last.probabilities[:num_judged]), num_judged, num_accepted)
 
     def pass_over(self) -> None:
         """Hear that this step is another drafter's: its time says nothing of this one."""

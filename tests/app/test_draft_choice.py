@@ -74,8 +74,8 @@ def test_what_is_no_folder_of_a_model_is_refused_before_anything_is_installed(tm
 @pytest.mark.long
 def test_a_server_names_the_model_that_drafts(tmp_path: Path) -> None:
     with serving_app(tmp_path, draft_model=MODEL) as app:
-        plain = app.chat("Say something.", max_tokens=24, speculation=False)
-        assert app.chat("Say something.", max_tokens=24) == plain
+        plain = app.chat("Say something.", max_tokens=24, speculation=False).content
+        assert app.chat("Say something.", max_tokens=24).content == plain
         found = app.health()["draft_model"]
         assert found["name"] == MODEL.name
         assert "draft_kv" in app.health()["memory"]["accounts"]

@@ -32,17 +32,17 @@ def test_what_is_claimed_and_not_drawn_is_claimed_no_more() -> None:
     costs = costs_of()
     before = costs.chance(0.9)
     for _ in range(20):
-        costs.note_judged(0.9, 0)
+        costs.note_judged(0.9, 1, 0)
     assert costs.chance(0.9) < 0.5 * before
     for _ in range(40):
-        costs.note_judged(1.8, 2)
+        costs.note_judged(1.8, 2, 2)
     assert costs.chance(0.9) > before
 
 
 def test_a_model_that_was_left_is_tried_again() -> None:
     costs = costs_of(a_pass=0.3)
     while costs.is_worth_it:
-        costs.note_judged(2.0, 0)
+        costs.note_judged(2.0, 2, 0)
     for _ in range(2000):
         costs.note_unused()
     assert costs.is_worth_it
