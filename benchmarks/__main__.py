@@ -14,6 +14,7 @@ from benchmarks import (
     checkpoint_budget,
     closed_loop,
     disk,
+    draft_replay,
     evicting,
     eviction_simulator,
     first_token,
@@ -84,6 +85,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "real_text": (real_text.run, 1),
     "same_text": (same_text.run, 1),
     "evicting": (evicting.run, 3),
+    "drafts": (draft_replay.run, 1),
     "eviction": (eviction_simulator.run, 1),
 }
 """Every benchmark with its usual number of rounds."""

@@ -180,6 +180,7 @@ def unstarted_app(
         "disk_cache_dir": folder / "kv",
         "prewarm_prefixes": 0,
         "warm_next_turn": False,  # reuse and forward passes are those of the requests alone
+        "speculation": "off",  # and a pass gives one token
     }
     launch = Launch(Settings(_env_file=None, **(values | settings)), None, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()

@@ -10,7 +10,10 @@ import pytest
 import kvserve.requests.drafts
 from kvserve.drafting.kept_text import TextOwner
 from kvserve.drafting.texts import DraftTexts
+from kvserve.engine import engine_start
+from kvserve.engine.draft_support import DraftSupport
 from kvserve.engine.pass_costs import PassCosts
+from tests.laws import sampled
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, chunks_of, eventually, serving_app, writing
 from tests.trace_lines import parse_line
 
@@ -21,7 +24,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
-    with serving_app(tmp_path_factory.mktemp("speculation"), max_kv_size=1024) as app:
+    with serving_app(tmp_path_factory.mktemp("speculation"), max_kv_size=1024, speculation="auto") as app:
         yield app
 
 
@@ -29,7 +32,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 def nothing_kept(app: AppUnderTest) -> None:
     """Of the tests before."""
     app.clear_cache()
-    assert texts(app).num_bytes == 0
+    assert num_kept_bytes(app) == 0
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,12 @@ def texts(app: AppUnderTest) -> DraftTexts:
     found = app.served.drafts
     assert found is not None
     return found
+
+
+def num_kept_bytes(app: AppUnderTest) -> int:
+    """Once no drafter of an answer that is over holds anything beside what is kept."""
+    assert eventually(lambda: app.is_idle() and not texts(app)._running)
+    return texts(app).num_bytes
 
 
 def ask(app: AppUnderTest, headers: dict[str, str] = ANN, **fields: Any) -> dict[str, Any]:
@@ -100,7 +109,7 @@ def test_a_repeated_answer_is_drafted_and_seen_everywhere(app: AppUnderTest) -> 
     assert parse_line(trace.read_text()).fields["speculation"] == told
 
 
-@pytest.mark.parametrize("path", [CHAT_PATH, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", sampled([CHAT_PATH, RESPONSES, MESSAGES], (RESPONSES, MESSAGES)))
 def test_each_protocol_tells_of_drafts_in_its_own_form(app: AppUnderTest, path: str) -> None:
     """Chats and responses have counts, streamed or not, Anthropic's messages have no place for them; all may forbid
     drafts."""
@@ -124,10 +133,10 @@ def test_each_protocol_tells_of_drafts_in_its_own_form(app: AppUnderTest, path: 
 
 def test_a_prediction_is_the_first_that_is_drafted_from(app: AppUnderTest) -> None:
     """A file that the client expects back, with a word changed: what the model writes of it is accepted."""
-    text = "The swans swim on the lake. The geese fly over the hills. The ducks sit by the river."
+    text = "The swans swim on the lake. The geese fly over the hills."
     prediction = {"type": "content", "content": text.replace("geese", "storks")}
     with writing(app, text) as script:
-        fields: dict[str, Any] = {"max_tokens": 80, "enable_thinking": False, **script}
+        fields: dict[str, Any] = {"max_tokens": 60, "enable_thinking": False, **script}
         answer = ask(app, prediction=prediction, **fields)
         plain = ask(app, speculation=False, **fields)
     assert said(answer) == said(plain) and text in said(answer)
@@ -167,10 +176,10 @@ def test_a_request_that_leaves_no_record_leaves_nothing_to_draft_from(
     app: AppUnderTest, fields: dict[str, Any]
 ) -> None:
     """Neither its prompt nor its answer; others leave both, in the ledger."""
-    ask(app, **fields)
-    assert texts(app).num_bytes == 0
-    ask(app)
-    num_bytes = texts(app).num_bytes
+    ask(app, **fields, max_tokens=4)
+    assert num_kept_bytes(app) == 0
+    ask(app, max_tokens=4)
+    num_bytes = num_kept_bytes(app)
     assert num_bytes > 0 and app.health()["memory"]["accounts"]["drafts"]["num_bytes"] == num_bytes
 
 
@@ -183,14 +192,35 @@ def test_a_request_that_leaves_no_record_is_drafted_from_its_own_words_alone(app
 
 def test_who_is_forgotten_leaves_nothing_to_draft_from(app: AppUnderTest) -> None:
     """By session and by principal, and nobody else's words go."""
-    ask(app, ANN, session_id="one")
-    num_one = texts(app).num_bytes
-    ask(app, ANN, session_id="two")
-    name = explained(app, ask(app, BOB, session_id="one")["id"], BOB)["principal"]
-    num_all = texts(app).num_bytes
-    forget(app, f"session=one&principal={name}")
-    assert 0 < num_one < texts(app).num_bytes < num_all
+
+    def left() -> list[str | None]:
+        return [text.owner.session for text in texts(app)._used]
+
+    ask(app, ANN, session_id="one", max_tokens=4)
+    ask(app, ANN, session_id="two", max_tokens=4)
+    name = explained(app, ask(app, BOB, session_id="three", max_tokens=4)["id"], BOB)["principal"]
+    assert left() == ["one", "two", "three"]
     forget(app, "session=one")
-    assert texts(app).num_bytes == num_one
+    assert left() == ["two", "three"]
+    forget(app, f"principal={name}")
+    assert left() == ["two"]
     forget(app, "session=two")
-    assert texts(app).num_bytes == 0
+    assert num_kept_bytes(app) == 0
+
+
+# --- what cannot be drafted -------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_try_drafts_is_served_without_and_says_so(
+    app: AppUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line with the reason; nothing is indexed for it then."""
+    engine, factory = app.served.engine, app.app._pool._factory
+    model = engine.wait_until_ready(0)
+    assert engine.can_draft and factory.completed(app.served, model).drafts is texts(app)
+    monkeypatch.setattr(engine._start, "why_no_drafts", "")
+    found = DraftSupport(None, "a row does not come back", 0, PassCosts())
+    monkeypatch.setattr(engine_start, "find_draft_support", lambda _model, _max_width: found)
+    engine._start._draft_support(model)
+    assert [line for line in app.lines() if "SPECULATION" in line and "a row does not come back" in line]
+    assert not engine.can_draft and factory.completed(app.served, model).drafts is None

@@ -154,8 +154,11 @@ class ModelFactory:
 
     def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
         """The same model once its engine has loaded; what it was asked most often is computed once nobody waits."""
+        if served.drafts is not None and not served.engine.can_draft:
+            served.drafts.clear()
         completed = replace(
             served,
+            drafts=served.drafts if served.engine.can_draft else None,
             vocab_size=model.vocab_size,
             context_limit=model.context_limit,
             keeps_kv=model.cache_support.can_keep,

@@ -6,18 +6,18 @@ from typing import Final
 
 from kvserve.core import DraftSource
 
-_BIAS: Final = -2.8
-_LENGTH: Final = 0.6
-_SHARE: Final = 2.0
-_PLACES: Final = 0.55
-_AGAINST: Final = -0.55
-"""A logistic regression, fitted to one half of the recorded sessions (`benchmarks/draft_replay.py`)."""
+_BIAS: Final = -3.52
+_LENGTH: Final = 0.92
+_SHARE: Final = 1.92
+_PLACES: Final = 0.56
+_AGAINST: Final = -0.6
+"""A logistic regression, fitted to one half of the recorded sessions (`benchmarks/draft_fit.py`)."""
 
 _PREDICTED: Final = 1.0
 """A client knows more of what comes than a text that happens to match."""
 
-_MAX_COUNTED: Final = 64
-_LOGS: Final = tuple(math.log2(number + 1) for number in range(_MAX_COUNTED + 1))
+MAX_COUNTED: Final = 64
+_LOGS: Final = tuple(math.log2(number + 1) for number in range(MAX_COUNTED + 1))
 
 READER_RATE: Final = 0.02
 ANSWER_RATE: Final = 0.05
@@ -53,9 +53,9 @@ def chance(base: float, num_matched: int, share: float, num_places: int, num_aga
     go on with it, these are `num_places`; the longest match that goes on with another has `num_against` tokens."""
     logit = (
         base
-        + _LENGTH * _LOGS[min(num_matched, _MAX_COUNTED)]
+        + _LENGTH * _LOGS[min(num_matched, MAX_COUNTED)]
         + _SHARE * share
-        + _PLACES * _LOGS[min(num_places - 1, _MAX_COUNTED)]
-        + _AGAINST * _LOGS[min(num_against, _MAX_COUNTED)]
+        + _PLACES * _LOGS[min(num_places - 1, MAX_COUNTED)]
+        + _AGAINST * _LOGS[min(num_against, MAX_COUNTED)]
     )
     return 1.0 / (1.0 + math.exp(-logit))

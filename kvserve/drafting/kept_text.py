@@ -12,7 +12,7 @@ NO_WORDS: Final = TextIndex()
 @dataclass(frozen=True, slots=True)
 class TextOwner:
     """A principal (by its name), a session of it, and the partition of the KV that its requests may use.
-    `is_one_client`: the session is one client's, not a `prompt_cache_key` that an application may give to all its users.
+    `is_one_client`: the session is one client's, no `prompt_cache_key` that an application may give to all its users.
     """
 
     principal: str
@@ -22,8 +22,8 @@ class TextOwner:
 
     @property
     def is_one_reader(self) -> bool:
-        """Whether an answer may be drafted from other texts of the same reader. Two people may be nobody, so that is one
-        within a session only."""
+        """Whether an answer may be drafted from other texts of the same reader. Two people may be nobody, so that is
+        one within a session only."""
         return self.principal != str(NOBODY) or (self.session is not None and self.is_one_client)
 
     @property

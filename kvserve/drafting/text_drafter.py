@@ -63,10 +63,13 @@ class TextDrafter:
     ) -> None:
         """`conversation` indexes the prompt, `text` is where that is kept, None where it is not; `offcut`: what its
         last rewind cut off."""
-        before = prompt[-MAX_MATCH_TOKENS:]
+        before = prompt[
+            -2 * MAX_MATCH_TOKENS :
+        ]  # matches in the prompt's last tokens are whole, and go on in the answer
         self.text = text
         self.conversation = conversation
         self._num_before = len(before)
+        self._num_both = min(MAX_MATCH_TOKENS, len(prompt))  # of the prompt's last tokens, found in the answer's index
         self._answer = TextIndex(before)
         # behind the prompt's end, where it begins; and wherever a few of its tokens come again
         self._prediction = TextIndex([*before, *prediction] if prediction else ())
@@ -124,8 +127,8 @@ class TextDrafter:
             return []
         found: list[_Place] = []
         _look_up(tail, "prediction", self._prediction, found)
-        _look_up(tail, "conversation", self._answer, found)
-        _look_up(tail, "conversation", self.conversation, found)
+        _look_up(tail, "conversation", self._answer, found, start=self._num_before - self._num_both)
+        _look_up(tail, "conversation", self.conversation, found, stop=len(self.conversation) - self._num_both)
         _look_up(tail, "records", self._offcut, found)
         for text in self._records:
             _look_up(tail, "records", text.index, found)
@@ -157,13 +160,23 @@ def _by_length(place: _Place) -> int:
     return place.num_matched
 
 
-def _look_up(tail: array[int], source: DraftSource, index: TextIndex, found: list[_Place]) -> None:
-    """Add the newest places of a text at which the tail's end stands and something follows."""
+def _look_up(
+    tail: array[int],
+    source: DraftSource,
+    index: TextIndex,
+    found: list[_Place],
+    start: int = 0,
+    stop: int | None = None,
+) -> None:
+    """Add the newest places of a text, in [start, stop), where the tail's end stands and something follows."""
     tokens = index.tokens
     last = len(tokens) - 1
+    stop = last if stop is None else min(stop, last)
     num_looked_at = 0
     for end in index.ends_of(tail[-3], tail[-2], tail[-1]):
-        if end < last:
+        if end < start:
+            break
+        if end < stop:
             found.append(_Place(_num_matched(tail, tokens, end), source, tokens, end + 1))
             num_looked_at += 1
             if num_looked_at == MAX_PLACES:

@@ -59,9 +59,8 @@ class TextIndex:
     def cut(self, num_tokens: int) -> "TextIndex":
         """The index of the first tokens of this text."""
         other = self.extended(())
-        for end in range(
-            len(self) - 1, max(num_tokens, NGRAM_TOKENS - 1) - 1, -1
-        ):  # newest first: each is its slot's head
+        first = max(num_tokens, NGRAM_TOKENS - 1)
+        for end in reversed(range(first, len(self))):  # the newest is its slot's head
             other._heads[self._slot(*self.tokens[end - 2 : end + 1])] = self._older[end]
         del other.tokens[num_tokens:], other._older[num_tokens:]
         return other

@@ -92,7 +92,7 @@ class DraftTexts:
             return
         grown = index.extended(drafter.answer)
         with self._lock:
-            if text in self._used and text.index is index:
+            if text.index is index:
                 self._replace(text, grown, text.offcut)
                 self._make_room()
 
@@ -123,7 +123,7 @@ class DraftTexts:
 
     def _put(self, owner: TextOwner, found: "_Found | None", index: TextIndex, offcut: TextIndex | None) -> KeptText:
         """The text that the prompt goes on from with its new index, or a new one where another request was faster."""
-        if found is not None and found.text in self._used and found.text.index is found.index:
+        if found is not None and found.text.index is found.index:
             text = found.text
         else:
             text, offcut = KeptText(owner), None

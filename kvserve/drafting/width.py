@@ -14,7 +14,7 @@ def best_width(chances: Sequence[float], seconds_by_width: Mapping[int, float]) 
     """
     if 1 not in seconds_by_width:
         raise ValueError("the seconds of a plain step are unknown")
-    seconds = _seconds_of_widths(len(chances) + 1, seconds_by_width)
+    seconds = seconds_of_widths(len(chances) + 1, seconds_by_width)
     best, best_rate = 0, 1.0 / seconds[0]
     expected, reached = 1.0, 1.0
     for drafted, (chance, taken) in enumerate(zip(chances, seconds[1:], strict=False), 1):
@@ -25,8 +25,8 @@ def best_width(chances: Sequence[float], seconds_by_width: Mapping[int, float]) 
     return best
 
 
-def _seconds_of_widths(max_width: int, seconds_by_width: Mapping[int, float]) -> list[float]:
-    """Seconds of passes over 1, 2, ... tokens, up to the widest measured one."""
+def seconds_of_widths(max_width: int, seconds_by_width: Mapping[int, float]) -> list[float]:
+    """Seconds of passes over 1, 2, ... tokens, up to `max_width` or the widest measured one."""
     measured = sorted(seconds_by_width.items())
     seconds = [measured[0][1]]
     for (low, low_seconds), (high, high_seconds) in pairwise(measured):

@@ -51,7 +51,13 @@ def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
 class DecodePool:
     """All decoding rows. Owned by the engine thread; every method but `num_rows` may run the model."""
 
-    def __init__(self, model: LoadedModel, max_batch_size: int, send_tokens: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        max_batch_size: int,
+        send_tokens: Callable[[], None] = lambda: None,
+        draft_support: DraftSupport | None = None,
+    ) -> None:
         """`send_tokens` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
         self._send_tokens = send_tokens
@@ -59,7 +65,7 @@ class DecodePool:
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
-        self._draft_support: DraftSupport | None = None
+        self._draft_support = draft_support
 
     @property
     def num_rows(self) -> int:
@@ -82,7 +88,7 @@ class DecodePool:
 
     @property
     def draft_support(self) -> DraftSupport:
-        """What the model's caches allow of drafts; tried at the first call."""
+        """What the model's caches allow of drafts; tried at the first call where it is not known."""
         if self._draft_support is None:
             self._draft_support = find_draft_support(self._model)
         return self._draft_support

@@ -38,22 +38,22 @@ class DraftSupport:
     costs: PassCosts
 
 
-def find_draft_support(model: LoadedModel) -> DraftSupport:
-    """Try a model's caches, and how long passes take."""
-    costs = PassCosts()
+def find_draft_support(model: LoadedModel, max_width: int = MAX_PASS_TOKENS) -> DraftSupport:
+    """Try a model's caches, and how long passes of at most so many tokens take."""
+    costs = PassCosts(max_width)
     with mx.stream(generation_stream):
         ways = finding(lambda: _proven_ways(model))
         if isinstance(ways, Exception):
             return DraftSupport(None, described(ways), 0, costs)
         costs.measure(model.module, model.new_caches)
-    return DraftSupport(ways, "", _row_bytes(model, ways), costs)
+    return DraftSupport(ways, "", _row_bytes(model, ways, max_width), costs)
 
 
-def _row_bytes(model: LoadedModel, ways: Sequence[Way]) -> int:
+def _row_bytes(model: LoadedModel, ways: Sequence[Way], max_width: int) -> int:
     """States are there twice, and windows have the rows of a pass besides."""
     windows = [leaf.max_size for leaf in flat_caches(model.new_caches()) if isinstance(leaf, RotatingKVCache)]
     held = model.sizes.fixed if "hold" in ways else 0
-    return held + (model.sizes.fixed * MAX_PASS_TOKENS // min(windows) if "window" in ways else 0)
+    return held + (model.sizes.fixed * max_width // min(windows) if "window" in ways else 0)
 
 
 def _proven_ways(model: LoadedModel) -> tuple[Way, ...]:

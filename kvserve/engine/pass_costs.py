@@ -13,9 +13,9 @@ import mlx.core as mx
 from kvserve.engine.kv_buffers import held_arrays
 
 MAX_PASS_TOKENS = 16
-"""No pass of a row that decodes is wider: what a draft brings is used up before."""
+"""No pass of a row that decodes is wider, unless the operator says so: what a draft brings is used up before."""
 
-MEASURED_WIDTHS = (1, 2, 4, 8, 16)
+MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 NUM_NEWEST = 5
 """Of so many passes the median counts: one that something else delayed says nothing."""
 
@@ -29,9 +29,9 @@ class PassCosts:
         self._tables: dict[int, list[float] | None] = {}
 
     def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
-        """Try one row in passes of each width, the second of two, as the first may compile."""
+        """Try one row in passes of each width that there may be, the second of two, as the first may compile."""
         caches, num_tokens = new_caches(), 0
-        for width in MEASURED_WIDTHS:
+        for width in (each for each in MEASURED_WIDTHS if each <= self.max_width):
             for _ in range(2):
                 started = perf_counter()
                 logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
@@ -94,7 +94,7 @@ class PassCosts:
             near = measured[length]
             known = {width: seconds / near[1] * plain for width, seconds in near.items()} | known
         widths = sorted(known)
-        return [_between(known, widths, width) for width in range(1, MAX_PASS_TOKENS + 1)]
+        return [_between(known, widths, width) for width in range(1, self.max_width + 1)]
 
 
 def _between(known: dict[int, float], widths: Sequence[int], width: int) -> float:

@@ -120,6 +120,11 @@ class Engine:
             draft_model=draft.status() if scheduler and (draft := scheduler.draft_model) is not None else None,
         )
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether drafts can be tried on the model that was loaded."""
+        return not self._start.why_no_drafts
+
     def count(self, account: Account, read: Callable[[], int]) -> None:
         """Count in this model's ledger what another part of the server holds for it. Before `start`."""
         self._start.outside[account] = read

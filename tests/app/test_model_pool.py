@@ -285,19 +285,22 @@ def test_a_model_that_comes_back_is_warm_from_disk(app: AppUnderTest) -> None:
     assert told["source"] == "disk" or told.get("tier") == "disk", told
 
 
-def test_each_model_keeps_what_it_has_read_and_written(app: AppUnderTest) -> None:
+def test_each_model_keeps_what_it_has_read_and_written(tmp_path: Path, models: Path) -> None:
     """After two swaps the records of the first model are as they were; the other one's are its own. What drafts came
     from, for which a model has memory while it is loaded only, left with it."""
-    ask(app, "a", "First.", session_id="one")
-    kept, left = app.app.resolve_model("a").conversations.totals(), app.app.resolve_model("a").drafts
-    assert left is not None and left.num_bytes > 0
-    ask(app, "b", "Second.", session_id="one")
-    assert left.num_bytes == 0 == app.app.resolve_model("a").drafts.num_bytes  # type: ignore[union-attr]
-    ask(app, "a", "Third.", session_id="two")
-    assert app.app.resolve_model("a").conversations.totals().num_messages == kept.num_messages + 2
-    assert app.app.resolve_model("b").conversations.totals().num_messages == 2
-    app.clear_cache()
-    assert all(app.app.resolve_model(name).conversations.totals().num_messages == 0 for name in FAMILIES)
+    path, folders = str(models / "a"), (str(models),)
+    with serving_app(tmp_path, model_path=path, model_folders=folders, speculation="auto") as app:
+        ask(app, "a", "First.", session_id="one")
+        first = app.app.resolve_model("a")
+        kept, drafts = first.conversations.totals(), first.drafts
+        assert drafts is not None and drafts.num_bytes > 0
+        ask(app, "b", "Second.", session_id="one")
+        assert eventually(lambda: drafts.num_bytes == 0)
+        ask(app, "a", "Third.", session_id="two")
+        assert app.app.resolve_model("a").conversations.totals().num_messages == kept.num_messages + 2
+        assert app.app.resolve_model("b").conversations.totals().num_messages == 2
+        app.clear_cache()
+        assert all(app.app.resolve_model(name).conversations.totals().num_messages == 0 for name in FAMILIES)
 
 
 def test_a_strict_server_serves_models_and_aliases_only(tmp_path: Path, models: Path) -> None:

@@ -1,0 +1,212 @@
+"""What the tests of drafts share: a drafter that is led, rows that decode without an engine, and the law they hold:
+with drafts an answer is the one without, and what is kept of it is what a cold row holds."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import mlx.core as mx
+import pytest
+
+from kvserve.core import Draft, GenerationDone, GenerationRequest, TokenDelta, TokenLogprobs
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Decoder, ExtractedRow
+from kvserve.engine.draft_support import DraftSupport, find_draft_support
+from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.pass_costs import PassCosts
+from kvserve.engine.rows import RequestHandle, Row
+from tests.engine.engines import prompt_of, request
+
+NUM_TOKENS = 24
+TOLERANCE = 1e-4
+PROMPT = prompt_of(75, 3)
+"""Longer than the windows of the tiny models, so that these are full."""
+
+NEXT = prompt_of(4, 9)
+
+type Spoilt = Callable[[int], bool]
+"""Whether the token at this place of an answer is drafted wrongly."""
+
+ACCEPTED: dict[str, Spoilt] = {
+    "none": lambda place: True,
+    "half": lambda place: place % 2 == 1,
+    "most": lambda place: place % 5 == 3,
+    "all": lambda place: False,
+}
+
+
+@dataclass(slots=True, eq=False)
+class LedDrafter:
+    """Knows an answer, and spoils some of it. `judged` has what it heard of its drafts."""
+
+    answer: Sequence[int]
+    is_spoilt: Spoilt = ACCEPTED["all"]
+    width: int = 6
+    judged: list[tuple[int, int]] = field(default_factory=list)
+    num_followed: int = 0
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self.num_followed += len(tokens)
+
+    def propose(self, max_num_tokens: int) -> Draft | None:
+        first = self.num_followed
+        right = self.answer[first : first + min(max_num_tokens, self.width)]
+        tokens = [token ^ self.is_spoilt(first + place) for place, token in enumerate(right)]
+        return Draft(tuple(tokens), (1.0,) * len(tokens), "conversation") if tokens else None
+
+    def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
+        self.judged.append((num_tried, num_accepted))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """`left` is what the row held at its end, `seen` what its processors were shown at each place: how many tokens, and
+    the last of them. Rows without processors have none."""
+
+    tokens: tuple[int, ...]
+    end: GenerationDone
+    logprobs: tuple[TokenLogprobs | None, ...]
+    left: ExtractedRow
+    seen: tuple[tuple[int, ...], ...] = ()
+
+
+@contextmanager
+def drafts_tried() -> Iterator[None]:
+    """Every draft is worth a pass, whatever the machine is doing."""
+
+    def all_of(self: PassCosts, chances: Sequence[float], _tokens: int, num_again: int, *, goes_back: bool) -> int:
+        return max(0, min(len(chances), self.max_width - 1 - num_again))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassCosts, "num_worth", all_of)
+        yield
+
+
+_supports: dict[int, tuple[LoadedModel, DraftSupport]] = {}
+
+
+def new_pool(model: LoadedModel) -> DecodePool:
+    """A pool that knows what this model's caches allow."""
+    if id(model) not in _supports:
+        _supports[id(model)] = (model, find_draft_support(model))
+    pool = DecodePool(model, 4)
+    pool._draft_support = _supports[id(model)][1]
+    return pool
+
+
+def row_of(each: GenerationRequest, constraints: Sequence[GrammarProcessor | ThinkingLimiter] = ()) -> Row:
+    logprobs = LogprobReader(each.num_top_logprobs) if each.num_top_logprobs is not None else None
+    return Row(RequestHandle(each), lambda: None, tuple(constraints), logprobs=logprobs)
+
+
+def entered(pool: DecodePool, model: LoadedModel, row: Row) -> None:
+    """Let a row decode as the scheduler does."""
+    caches, ids = model.new_caches(), row.tokens()[:-1]
+    model.module(mx.array([ids]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    assert not pool.make_way(row).failed
+    pool.enter(row, caches)
+
+
+def answered(row: Row, left: ExtractedRow) -> Answered:
+    """What the client of a row that is over has heard."""
+    events = [event for batch in row.handle.batches(0) for event in batch]
+    deltas = [event for event in events if isinstance(event, TokenDelta)]
+    end = events[-1]
+    assert isinstance(end, GenerationDone), end
+    return Answered(tuple(each.token for each in deltas), end, tuple(each.logprobs for each in deltas), left)
+
+
+def run(pool: DecodePool, *rows: Row) -> list[Answered]:
+    """Step until these rows are over."""
+    left: dict[Row, ExtractedRow] = {}
+    while len(left) < len(rows):
+        step = pool.step()
+        assert not step.failed and not step.evicted, [row.failure or row.trouble for row in pool.rows()]
+        left |= {each.row: each for each in step.finished}
+    return [answered(row, left[row]) for row in rows]
+
+
+def decoded(
+    model: LoadedModel, each: GenerationRequest, constraints: Sequence[GrammarProcessor | ThinkingLimiter] = ()
+) -> Answered:
+    """A row by itself."""
+    pool, row, seen = new_pool(model), row_of(each, constraints), list[tuple[int, ...]]()
+    with drafts_tried(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "of", partial(_listening, seen, Decoder.of))
+        entered(pool, model, row)
+        [found] = run(pool, row)
+    pool.discard()
+    return replace(found, seen=tuple(seen[: len(found.tokens)]))
+
+
+def _listening(seen: list[tuple[int, ...]], real: Callable[..., Decoder], row: Row, vocab_size: int) -> Decoder:
+    """A row's own way to draw; where it has processors another one notes what they are shown."""
+    decoder = real(row, vocab_size)
+
+    def listen(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append((len(tokens), *tokens[-3:].tolist()))  # type: ignore[arg-type, union-attr]
+        return logits
+
+    return replace(decoder, processors=[*decoder.processors, listen]) if decoder.processors else decoder
+
+
+def with_drafts(each: GenerationRequest, plain: Answered, spoilt: str | Spoilt = "all") -> GenerationRequest:
+    """The same request, whose drafter knows the answer, and more than is handed out of it."""
+    is_spoilt = ACCEPTED[spoilt] if isinstance(spoilt, str) else spoilt
+    return replace(each, drafter=LedDrafter([*plain.tokens, *each.stop_tokens, *PROMPT[:9]], is_spoilt))
+
+
+def assert_same(found: Answered, plain: Answered) -> None:
+    """The same was said, and ended for the same reason."""
+    assert found.tokens == plain.tokens
+    assert found.seen == plain.seen
+    assert (found.end.reason, found.end.num_generated_tokens) == (plain.end.reason, plain.end.num_generated_tokens)
+    for ours, theirs in zip(found.logprobs, plain.logprobs, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert abs(ours.logprob - theirs.logprob) <= TOLERANCE
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def assert_kept(model: LoadedModel, left: ExtractedRow) -> None:
+    """What a row leaves behind are its own tokens, and a row that goes on from it is a cold one."""
+    said = left.row.tokens()
+    assert left.tokens[: len(said)] == said[: len(left.tokens)]
+    for leaf in left.caches:
+        if hasattr(leaf, "trim") and hasattr(leaf, "keys") and leaf.offset > len(left.tokens):
+            leaf.trim(leaf.offset - len(left.tokens))
+    warm = model.module(mx.array([NEXT]), cache=left.caches)[0, -1]
+    caches = model.new_caches()
+    model.module(mx.array([left.tokens]), cache=caches)
+    cold = model.module(mx.array([NEXT]), cache=caches)[0, -1]
+    assert mx.abs(warm - cold).max().item() <= TOLERANCE * 10
+
+
+def check_law(model: LoadedModel, each: GenerationRequest, accepted: Sequence[str] = tuple(ACCEPTED)) -> None:
+    """With drafts of every acceptance the answer is the one without, and so is what is kept of it."""
+    plain = decoded(model, each)
+    assert_kept(model, plain.left)
+    for name in accepted:
+        found = decoded(model, with_drafts(each, plain, name))
+        assert_same(found, plain)
+        assert_kept(model, found.left)
+
+
+def ways_of_drawing() -> dict[str, GenerationRequest]:
+    """Requests that draw in every way that a row may have of its own."""
+    return {
+        "greedy": request(PROMPT, NUM_TOKENS),
+        "seeded": request(PROMPT, NUM_TOKENS, temperature=1.0, seed=7, top_p=0.9, min_p=0.01),
+        "penalties": request(
+            PROMPT,
+            NUM_TOKENS,
+            frequency_penalty=0.7,
+            presence_penalty=0.3,
+            repetition_penalty=1.1,
+            logit_bias=((305, 2.0),),
+        ),
+        "logprobs": replace(request(PROMPT, NUM_TOKENS, temperature=0.8, seed=3), num_top_logprobs=3),
+    }
