@@ -113,6 +113,8 @@ class DraftModel:
     def add(self, row: Row) -> None:
         """Let this model draft for a row whose tokens are drafted; work ahead of requests makes way."""
         self._warmer.pause()
+        for gone in [each for each in self._drafters if each.is_over]:  # they failed before they began
+            self.release(gone, is_answer_kept=False)
         drafter = row.request.drafter
         if isinstance(drafter, ComposedDrafter):
             drafter.model = self._drafters[row] = ModelDrafter(self._setting, row)
@@ -189,6 +191,8 @@ class DraftModel:
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Whether there was any."""
         self._account()
+        if not self.costs.is_worth_it:
+            self._warmer.drop_all("drafts do not pay")
         has_worked = False
         with costs_no_row(self._report, IDLE_TROUBLE):
             has_worked = self.cache.do_disk_work() or self.cache.coalesce() or self._warmer.step()

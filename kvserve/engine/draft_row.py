@@ -14,7 +14,7 @@ import mlx.core as mx
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill, reserve
 from kvserve.engine.return_point import ReturnPoint
-from kvserve.engine.rows import expected_tokens
+from kvserve.engine.rows import admitted_tokens
 
 type Guess = tuple[int, float]
 """A token, and how likely the draft model holds it."""
@@ -81,7 +81,7 @@ class DraftRow:
         one is. Settled before; computes the row's last tokens first."""
         prefill = self.prefill
         if pending := prefill.tokens[prefill.num_done :]:
-            reserve(prefill.caches, max(expected_tokens(prefill.row), len(prefill.tokens) + num_tokens))
+            reserve(prefill.caches, admitted_tokens(prefill.row))
             self._next = self._passed(pending)
             prefill.num_done += len(pending)
             self._point = ReturnPoint.of(prefill.caches)

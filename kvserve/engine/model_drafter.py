@@ -10,6 +10,7 @@ A question never waits: where there is nothing to say yet, nothing is said. It b
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Literal
 
 import mlx.core as mx
 
@@ -82,9 +83,10 @@ class ModelDrafter:
         self._lease: CacheLease | None = None
         self._drafts: DraftRow | None = None
         self._is_given_up = bool(request.prompt.images)  # it sees none
+        self._num_known: int | None = None
         self._last: _Claimed | None = None
         self._asked_at: float | None = None
-        self._is_plain = True
+        self._work: Literal["none", "prompt", "draft"] = "none"
         self._num_followed = 0
 
     # --- what the verification asks -----------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ class ModelDrafter:
     def propose(self, max_num_tokens: int) -> Draft | None:
         """See `Drafter`."""
         self._note_cycle()
-        self._asked_at, self._num_followed, self._is_plain, self._last = self._clock(), 0, True, None
+        self._asked_at, self._num_followed, self._work, self._last = self._clock(), 0, "none", None
         draft, is_done = None, False
         if not self._is_given_up:
             with costs_no_row(self._setting.report, TROUBLE):
@@ -112,7 +114,8 @@ class ModelDrafter:
 
     def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
         """See `Drafter`."""
-        if (last := self._last) is not None and last.draft is draft and num_tried:
+        last = self._last
+        if last is not None and num_tried and draft.tokens == last.draft.tokens[: len(draft.tokens)]:
             num_judged = min(num_tried, num_accepted + 1)
             self._setting.costs.note_judged(sum(last.probabilities[:num_judged]), num_judged, num_accepted)
 
@@ -121,14 +124,14 @@ class ModelDrafter:
         self._asked_at = None
 
     def _note_cycle(self) -> None:
-        """Learn from what came between the last question and this one: a plain step, or a draft with what it led to. A
-        draft that nobody tried has cost its time."""
+        """Learn from what came between the last question and this one: a plain step, or a draft with what it led to,
+        which is nothing where no token was likely enough, or nobody tried it."""
         if self._asked_at is None or not self._num_followed:
             return
         seconds = self._clock() - self._asked_at
-        if self._last is not None:
+        if self._work == "draft":
             self._setting.costs.note_outcome(seconds, self._num_followed)
-        elif self._is_plain and self._num_followed == 1:
+        elif self._work == "none" and self._num_followed == 1:
             self._setting.costs.note_step(seconds)
 
     # --- answering ----------------------------------------------------------------------------------------------------
@@ -155,8 +158,9 @@ class ModelDrafter:
             if shadow.num_tokens >= self._setting.model.context_limit:
                 self._is_given_up = True
                 return None
-            known = cache.kept_tokens(shadow.request.prompt, [shadow.request.partition])[1]
-            num_missing = shadow.num_tokens - known
+            if self._num_known is None:  # it costs a walk
+                self._num_known = cache.kept_tokens(shadow.request.prompt, [shadow.request.partition])[1]
+            num_missing = shadow.num_tokens - self._num_known
             may_begin = self._setting.costs.earns_back(num_missing, self._num_left_tokens())
             if not may_begin or not self._setting.has_room(expected_tokens(shadow)):
                 return None
@@ -167,7 +171,7 @@ class ModelDrafter:
 
     def _entered(self, pinned: PinnedPrefix) -> DraftRow:
         setting, shadow = self._setting, self._shadow
-        self._is_plain = False
+        self._work = "prompt"
         setting.cache.make_room(setting.budget.peak_bytes(expected_tokens(shadow)))
         self._lease, caches, num_done = setting.cache.enter(shadow)
         setting.cache.let_go(pinned)
@@ -181,7 +185,7 @@ class ModelDrafter:
     def _catch_up(self, drafts: DraftRow) -> None:
         """Compute a chunk that takes no longer than a step of the target, and keep it where the row stops."""
         setting, prefill = self._setting, drafts.prefill
-        self._is_plain = False
+        self._work = "prompt"
         seconds = setting.costs.step_seconds or FIRST_CHUNK_SECONDS
         setting.num_computed_tokens += drafts.compute_chunk(setting.chunk_length, seconds)
         if (rate := setting.chunk_length.slowest_tokens_per_second) is not None:
@@ -200,7 +204,7 @@ class ModelDrafter:
             reached *= costs.chance(probability)
             return costs.pays(reached)
 
-        self._is_plain = False
+        self._work = "draft"
         mx.synchronize()  # the target's own step is computed by now or soon, and is none of the draft's time
         started = self._clock()
         guesses = drafts.guesses(max_num_tokens, goes_on)
