@@ -26,7 +26,7 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.turn_order import TurnOrder
-from kvserve.engine.upkeep import Upkeep
+from kvserve.engine.upkeep import EngineUpkeep
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
@@ -67,7 +67,7 @@ class Scheduler:
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self.draft_model = draft_model
-        self.upkeep = Upkeep(model, cache, self.warmer, self._memory, draft_model, self._account)
+        self.upkeep = EngineUpkeep(model, cache, self.warmer, self._memory, draft_model, self._account)
         self._prefills = PrefillPool(model, self._chunk_length)
         self._turn_order = TurnOrder(
             cache, self._admission, self._waiting_for_prefix, self._prefills, self._pool, stream_share=stream_share

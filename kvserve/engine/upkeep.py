@@ -16,7 +16,7 @@ from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import Warming
 
 
-class Upkeep:
+class EngineUpkeep:
     """Over one model's cache and warmer. `account` has what live rows hold counted anew."""
 
     def __init__(
