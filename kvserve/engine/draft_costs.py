@@ -72,7 +72,8 @@ class DraftCosts:
 
     @property
     def drawn_share(self) -> float:
-        """So many of its tokens that the target came to are drawn."""
+        """So many of its tokens that the target came to are drawn; a question that led to no draft counts as one that
+        was not."""
         return (self._num_accepted + PRIOR_TOKENS * PRIOR_SHARE) / (self._num_judged + PRIOR_TOKENS)
 
     def chance(self, probability: float) -> float:
@@ -122,6 +123,10 @@ class DraftCosts:
         self._num_judged = JUDGED_DECAY * self._num_judged + num_judged
         self._num_claimed = JUDGED_DECAY * self._num_claimed + num_claimed
         self._num_accepted = JUDGED_DECAY * self._num_accepted + num_accepted
+
+    def note_nothing(self) -> None:
+        """Learn from a pass behind which no token was likely enough."""
+        self._num_judged = JUDGED_DECAY * self._num_judged + 1
 
     def note_outcome(self, seconds: float, num_tokens: int) -> None:
         """Learn what a draft, with what was done for it and the step that tried it, took for so many tokens. Where

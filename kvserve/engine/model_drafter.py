@@ -196,7 +196,7 @@ class ModelDrafter:
     def _drafted(self, drafts: DraftRow, max_num_tokens: int) -> Draft | None:
         costs, reached = self._setting.costs, 1.0
         num_new = len(drafts.prefill.tokens) - drafts.prefill.num_done
-        if not costs.pays(costs.chance(1.0)):
+        if not costs.is_worth_it:
             return None
 
         def goes_on(probability: float) -> bool:
@@ -215,6 +215,7 @@ class ModelDrafter:
 
     def _claimed(self, guesses: Sequence[Guess]) -> Draft | None:
         if not guesses:
+            self._setting.costs.note_nothing()
             return None
         tokens, probabilities = zip(*guesses, strict=True)
         draft = Draft(tokens, tuple(map(self._setting.costs.chance, probabilities)), "draft model")

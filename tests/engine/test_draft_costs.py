@@ -39,6 +39,14 @@ def test_what_is_claimed_and_not_drawn_is_claimed_no_more() -> None:
     assert costs.chance(0.9) > before
 
 
+def test_a_model_that_has_nothing_to_say_is_left() -> None:
+    costs = costs_of()
+    for _ in range(100):
+        costs.note_nothing()
+        costs.note_unused()
+    assert not costs.is_worth_it
+
+
 def test_a_model_that_was_left_is_tried_again() -> None:
     costs = costs_of(a_pass=0.3)
     while costs.is_worth_it:

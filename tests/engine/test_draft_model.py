@@ -17,7 +17,7 @@ from kvserve.engine.self_check import check_caches
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
-from tests.engine.drafts import drafted, drafted_engine
+from tests.engine.drafts import Silent, drafted, drafted_engine
 from tests.engine.engines import Result, collect, do_all_idle_work, generate, prompt_of, request
 from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
@@ -76,13 +76,14 @@ def test_a_next_turn_begins_with_what_was_computed_of_the_last(twins: Engine) ->
     assert after.num_computed_tokens - before.num_computed_tokens < NUM_TOKENS + 16
 
 
-def test_a_row_whose_tokens_were_not_taken_back_is_guessed_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: the text stays right, so that only acceptance tells."""
-    prompt = prompt_of(60, 3)
-    with drafted_engine("llama") as engine:
-        honest = ask(engine, replace(drafted(prompt, 2 * NUM_TOKENS, **SAMPLED), ttl_seconds=0))
-        monkeypatch.setattr(ReturnPoint, "go_back", lambda point, caches, num_ahead: None)
-        faulty = ask(engine, replace(drafted(prompt, 2 * NUM_TOKENS, **SAMPLED), ttl_seconds=0))
+def test_a_row_whose_tokens_were_not_taken_back_is_guessed_worse(
+    twins: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: the text stays right, so that only acceptance tells. Nothing of it is kept."""
+    wanted = replace(drafted(prompt_of(60, 3), 2 * NUM_TOKENS, **SAMPLED), ttl_seconds=0)
+    honest = ask(twins, wanted)
+    monkeypatch.setattr(ReturnPoint, "go_back", lambda point, caches, num_ahead: None)
+    faulty = ask(twins, replace(wanted, drafter=Silent()))
     assert faulty.tokens == honest.tokens
     assert drafts_of(faulty).num_accepted < drafts_of(honest).num_accepted
 
@@ -113,18 +114,17 @@ def test_a_long_prompt_is_computed_a_chunk_a_question_and_the_rest_when_nobody_w
     assert after.num_computed_tokens - before.num_computed_tokens < 32
 
 
-def test_rows_beside_one_another_are_written_as_alone() -> None:
-    with drafted_engine("llama") as engine:
-        wanted = [drafted(prompt_of(50, seed), NUM_TOKENS, **SAMPLED) for seed in range(3)]
-        together = generate(engine, *wanted)
-        alone = [ask(engine, replace(each, drafter=None)) for each in wanted]
-        assert [each.tokens for each in together] == [each.tokens for each in alone]
-        cancelled = engine.submit(drafted(prompt_of(50, 4), 4000))
-        next(cancelled.batches(60))
-        cancelled.cancel()
-        collect(cancelled)
-        assert ask(engine, wanted[0]).tokens == alone[0].tokens
-        assert engine._ask(lambda scheduler: _draft_model(engine)._live_bytes()) == 0
+def test_rows_beside_one_another_are_written_as_alone(twins: Engine) -> None:
+    wanted = [drafted(prompt_of(50, seed), NUM_TOKENS, **SAMPLED) for seed in range(2)]
+    together = generate(twins, *wanted)
+    alone = [ask(twins, replace(each, drafter=None)) for each in wanted]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+    cancelled = twins.submit(drafted(prompt_of(50, 4), 4000))
+    next(cancelled.batches(60))
+    cancelled.cancel()
+    collect(cancelled)
+    assert ask(twins, replace(wanted[0], drafter=Silent())).tokens == alone[0].tokens
+    assert twins._ask(lambda _: _draft_model(twins)._live_bytes()) == 0
 
 
 def _draft_model(engine: Engine) -> DraftModel:
@@ -164,13 +164,17 @@ def test_what_leaves_nothing_of_the_target_leaves_nothing_of_the_draft_model(twi
     assert status(engine).ram_bytes == 0
 
 
-def test_memory_is_shared_and_told() -> None:
-    with drafted_engine("llama") as engine:
-        ask(engine, drafted(PROMPT, 12))
-        memory = engine.status.memory
-        assert memory is not None
-        assert 0 < memory.accounts["draft_kv"].num_bytes <= (memory.accounts["draft_kv"].max_bytes or 0)
-        assert sum(each.num_bytes for each in memory.accounts.values()) == memory.total_bytes
+def test_memory_is_shared_and_told(twins: Engine) -> None:
+    ask(twins, drafted(PROMPT, 12))
+    memory, plan = twins.status.memory, twins._settings.memory_plan(twins.wait_until_ready())
+    assert memory is not None and plan.draft is not None
+    held = memory.accounts["draft_kv"]
+    assert 0 < held.num_bytes < (held.max_bytes or 0) == plan.draft.total_bytes
+    assert abs(plan.draft.kv_bytes - plan.kv_bytes) < 16, "the same weights hold as many tokens"
+    alone = twins._settings.memory_plan(
+        replace(twins.wait_until_ready(), draft=None, weight_bytes=twins.wait_until_ready().all_weight_bytes)
+    )
+    assert abs(plan.total_bytes - alone.total_bytes) < 16, "no more than without it"
 
 
 @pytest.mark.parametrize("family", sampled(KINDS, ("gemma3",)))

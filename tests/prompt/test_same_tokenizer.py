@@ -58,7 +58,7 @@ def test_a_copy_is_the_same(tmp_path: Path) -> None:
         (_swapped, r"the token '.+' has the id \d+ here and \d+ there"),
         (_with_added, r"the token '<new>' has no id here and \d+ there"),
         (_stripping, r"the added token '.+' is 0? ?.*special.* here and .*special, lstrip.* there"),
-        (_unmerged, r"'Hello.*' is \[.+\] \(behind \d+ ids\) here and \[.+\] \(behind \d+ ids\) there"),
+        (_unmerged, r"['\"]Hello.*['\"] is \[.+\] \(behind \d+ ids\) here and \[.+\] \(behind \d+ ids\) there"),
     ],
 )
 def test_the_first_difference_is_named(edit: Callable[[dict[str, Any]], object], words: str, tmp_path: Path) -> None:
