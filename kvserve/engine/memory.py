@@ -85,15 +85,15 @@ class MemoryPlan:
 
     def with_draft(self, share: float) -> "MemoryPlan":
         """The same memory, of whose KV a draft model has this share."""
-        draft_kv_bytes = int(share * self.pool_bytes)
-        queue_bytes, ahead_bytes = int(share * self.write_queue_bytes), int(share * self.read_ahead_bytes)
+        shared = (self.kv_bytes, self.batch_bytes, self.write_queue_bytes, self.read_ahead_bytes)
+        kv_bytes, batch_bytes, queue_bytes, ahead_bytes = (int(share * num_bytes) for num_bytes in shared)
         return replace(
             self,
-            kv_bytes=self.kv_bytes - int(share * self.kv_bytes),
-            batch_bytes=self.batch_bytes - int(share * self.batch_bytes),
+            kv_bytes=self.kv_bytes - kv_bytes,
+            batch_bytes=self.batch_bytes - batch_bytes,
             write_queue_bytes=self.write_queue_bytes - queue_bytes,
             read_ahead_bytes=self.read_ahead_bytes - ahead_bytes,
-            draft=MemoryPlan(draft_kv_bytes, draft_kv_bytes, queue_bytes, ahead_bytes, 0, 0, 0, 0),
+            draft=MemoryPlan(kv_bytes, batch_bytes, queue_bytes, ahead_bytes, 0, 0, 0, 0),
         )
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from kvserve.core import Drafted, GenerationDone, GenerationRequest
+from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
 from kvserve.engine.engine_settings import DiskSettings, DraftStatus
 from kvserve.engine.model import load
+from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.return_point import ReturnPoint, why_no_return
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.warming import WarmSettings
@@ -80,7 +82,7 @@ def test_a_row_whose_tokens_were_not_taken_back_is_guessed_worse(
     twins: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: the text stays right, so that only acceptance tells. Nothing of it is kept."""
-    wanted = replace(drafted(prompt_of(60, 3), 2 * NUM_TOKENS, **SAMPLED), ttl_seconds=0)
+    wanted = replace(drafted(prompt_of(60, 3), NUM_TOKENS, **SAMPLED), ttl_seconds=0)
     honest = ask(twins, wanted)
     monkeypatch.setattr(ReturnPoint, "go_back", lambda point, caches, num_ahead: None)
     faulty = ask(twins, replace(wanted, drafter=Silent()))
@@ -138,7 +140,18 @@ def _flush(engine: Engine) -> bool:
     return engine._ask(lambda _: disk is not None and disk.tier.flush(60))
 
 
-def test_a_restart_begins_warm_and_who_is_forgotten_leaves_nothing(tmp_path: Path) -> None:
+def test_a_restart_begins_warm_and_who_is_forgotten_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes from the disk is waited for here: a row of a tiny model is over before."""
+    is_restoring = PrefixCache.is_restoring
+
+    def restored(cache: PrefixCache, pinned: PinnedPrefix) -> bool:
+        while is_restoring(cache, pinned):
+            cache.await_disk()
+        return False
+
+    monkeypatch.setattr(PrefixCache, "is_restoring", restored)
     disk = DiskSettings(tmp_path, None, 0, 24.0)
     wanted = replace(drafted(prompt_of(150, 7), 24), owner="key.one/session")
     with drafted_engine("llama", disk=disk) as engine:
