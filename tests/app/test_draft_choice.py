@@ -73,7 +73,7 @@ def test_what_is_no_folder_of_a_model_is_refused_before_anything_is_installed(tm
 
 @pytest.mark.long
 def test_a_server_names_the_model_that_drafts(tmp_path: Path) -> None:
-    with serving_app(tmp_path, draft_model=MODEL) as app:
+    with serving_app(tmp_path, draft_model=MODEL, speculation="auto") as app:
         plain = app.chat("Say something.", max_tokens=24, speculation=False).content
         assert app.chat("Say something.", max_tokens=24).content == plain
         found = app.health()["draft_model"]
@@ -81,7 +81,7 @@ def test_a_server_names_the_model_that_drafts(tmp_path: Path) -> None:
         assert "draft_kv" in app.health()["memory"]["accounts"]
         assert "kvserve_memory_draft_kv_bytes " in app.get("/metrics").body.decode()
     with (
-        unstarted_app(tmp_path / "again", draft_model=foreign(tmp_path / "foreign")) as app,
+        unstarted_app(tmp_path / "again", draft_model=foreign(tmp_path / "foreign"), speculation="auto") as app,
         pytest.raises(ModelLoadError, match="DRAFT_MODEL"),
     ):
         app.app.start(threading.Event())
