@@ -150,6 +150,10 @@ class Scheduler:
         """One small piece of work that no request waits for. Returns whether there was any."""
         return self.upkeep.do_idle_work()
 
+    def seconds_to_rest(self, at_most: float) -> float:
+        """How long an idle engine may wait before it looks at work ahead of requests."""
+        return self.upkeep.seconds_to_rest(at_most)
+
     def report(self) -> CacheReport:
         """What is kept and was done, also ahead of requests."""
         return self.upkeep.report()

@@ -377,7 +377,7 @@ class Engine:
         if not scheduler.is_idle or self._stopping.is_set():
             return self._inbox.get_nowait()
         try:
-            return self._inbox.get(timeout=scheduler.upkeep.seconds_to_rest(self._settings.idle_sweep_seconds))
+            return self._inbox.get(timeout=scheduler.seconds_to_rest(self._settings.idle_sweep_seconds))
         except queue.Empty:
             scheduler.sweep()
             raise
