@@ -2,8 +2,9 @@
 
     python -m benchmarks.draft_fit
 
-A logistic regression over every drafted token whose predecessors were right, by Newton's method; `acceptance.py` has
-its weights. It knows what the drafter asks of `chance`, no model.
+A logistic regression over every drafted token whose predecessors were right, by Newton's method, tried or not. Those of
+`acceptance.py` are flatter: its table says what the drafts that are tried promise there and hold. It knows what the
+drafter asks of `chance`, no model.
 """
 
 import sys
@@ -18,8 +19,7 @@ from benchmarks.draft_replay import replay, table
 from benchmarks.draft_sessions import halves, read_sessions
 from benchmarks.recordings import shared_folder
 from kvserve.core import Draft
-from kvserve.drafting import text_drafter
-from kvserve.drafting.acceptance import MAX_COUNTED
+from kvserve.drafting.acceptance import MAX_COUNTED, chance
 from kvserve.drafting.text_drafter import TextDrafter
 
 NAMES = ("bias", "length", "share", "places", "against")
@@ -34,7 +34,7 @@ def _watched() -> Iterator[list[tuple[float, ...]]]:
     """What spoke for each drafted token that was compared within the block, and whether it was right."""
     rows: list[tuple[float, ...]] = []
     spoke: list[tuple[float, ...]] = []
-    propose, compare, chance = TextDrafter.propose, TextDrafter._compare, text_drafter.chance
+    propose, compare = TextDrafter.propose, TextDrafter._compare
 
     def proposed(self: TextDrafter, max_num_tokens: int) -> Draft | None:
         spoke.clear()  # drafters take turns: what the next comparisons are about
@@ -52,8 +52,8 @@ def _watched() -> Iterator[list[tuple[float, ...]]]:
         compare(self, token)
 
     with (
-        patch.object(text_drafter, "chance", weighed),
-        patch.object(text_drafter, "MIN_REACH", MIN_REACH),
+        patch("kvserve.drafting.text_drafter.chance", weighed),
+        patch("kvserve.drafting.text_drafter.MIN_REACH", MIN_REACH),
         patch.object(TextDrafter, "propose", proposed),
         patch.object(TextDrafter, "_compare", compared),
     ):

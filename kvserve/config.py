@@ -181,6 +181,9 @@ class Settings(BaseSettings):
         "auto",
         description="Draft next tokens from what was read and written: AUTO, at most so many a step, or OFF.",
     )
+    speculation_exact: bool = Field(
+        False, description="Keep passes so narrow that their logits are those of single steps, to the bit."
+    )
     blas_library: BlasSearch | Path = Field(
         DEFAULTS["blas_library"],
         description="The BLAS for products in float32 on Linux: AUTO looks for one, OFF takes the wheel's, or a file.",

@@ -21,8 +21,8 @@ import pytest
 
 from kvserve.app import model_swap
 from kvserve.core import SamplingParams
-from kvserve.engine import engine_start
-from kvserve.engine.draft_support import DraftSupport
+from kvserve.engine import decode, engine_start
+from kvserve.engine.draft_support import DraftSettings, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel, Looking
 from kvserve.engine.model_files import file_stamps
@@ -46,7 +46,7 @@ _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=l
 well, which takes a third of a second. Here nothing is frozen, so what a model leaves is collected without that."""
 
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
-_find_draft_support = engine_start.find_draft_support
+_find_draft_support = decode.find_draft_support
 _probed = template._probed
 _surroundings = engine_start.surroundings
 _surroundings_once = cache(_surroundings)
@@ -73,20 +73,20 @@ def _check_caches_once(model: LoadedModel) -> CacheSupport:
     return _verdicts[key]
 
 
-def _find_draft_support_once(model: LoadedModel, max_width: int) -> DraftSupport:
+def _find_draft_support_once(model: LoadedModel, settings: DraftSettings) -> DraftSupport:
     """What passes cost is each engine's own: it goes on to measure."""
     key = _loading.__dict__.get("key")
     if key is None:
-        return _find_draft_support(model, max_width)
-    if (key, max_width) not in _draft_supports:
-        _draft_supports[key, max_width] = _find_draft_support(model, max_width)
-    found = _draft_supports[key, max_width]
+        return _find_draft_support(model, settings)
+    if (key, settings) not in _draft_supports:
+        _draft_supports[key, settings] = _find_draft_support(model, settings)
+    found = _draft_supports[key, settings]
     return replace(found, costs=deepcopy(found.costs))
 
 
 def _draw_two_tokens_once(scheduler: Scheduler, sampling: SamplingParams) -> None:
     """A model that could not generate is tried again."""
-    key = _loading.__dict__.pop("key", None)
+    key = _loading.__dict__.get("key")
     if key is None or (key, sampling) not in _drawn:
         _draw_two_tokens(scheduler, sampling)
         _drawn.add((key, sampling))
@@ -107,7 +107,7 @@ def remembered_starts() -> Iterator[None]:
         if engine_start.load is _load and engine_start.check_caches is _check_caches:
             patch.setattr(engine_start, "load", _load_and_note)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
-            patch.setattr(engine_start, "find_draft_support", _find_draft_support_once)
+            patch.setattr(decode, "find_draft_support", _find_draft_support_once)
             patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
         if engine_start.surroundings is _surroundings:
             patch.setattr(engine_start, "surroundings", _surroundings_once)

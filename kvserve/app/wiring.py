@@ -9,6 +9,7 @@ from kvserve.canonical.rules import select
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings
+from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.memory import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
@@ -81,15 +82,19 @@ def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSe
         image_feature_bytes=settings.image_feature_max_bytes,
         records_bytes=settings.session_records_max_bytes,
         wired_bytes=settings.wired_limit,
-        max_draft_tokens=_max_draft_tokens(settings),
+        drafts=_draft_settings(settings),
         warming=WarmSettings(max_tokens=settings.warm_max_tokens, time_share=settings.warm_max_time_share),
         idle_sweep_seconds=min(settings.eviction_interval_seconds, settings.keepalive_interval_seconds / 8),
     )
 
 
-def _max_draft_tokens(settings: Settings) -> int | None:
+def _draft_settings(settings: Settings) -> DraftSettings:
     limit = settings.speculation
-    return limit if isinstance(limit, int) else 0 if limit == "off" else None
+    return DraftSettings(
+        is_on=limit != "off",
+        max_num_tokens=limit if isinstance(limit, int) else DEFAULT_DRAFTS.max_num_tokens,
+        is_exact=settings.speculation_exact,
+    )
 
 
 def _disk_settings(settings: Settings, mode: DiskMode) -> DiskSettings | None:

@@ -1,6 +1,6 @@
 """What may be the next tokens of an answer before the model has drawn them (speculative decoding), and what became of
-it. Whoever drafts knows tokens only; the model draws every token itself, so a draft changes how fast an answer comes and
-never what it says.
+it. Whoever drafts knows tokens only; the model draws every token itself, so a draft changes how fast an answer comes
+and never what it says.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,8 @@ class TextOwner:
 @dataclass(slots=True, eq=False)
 class KeptText:
     """A conversation's tokens, prompts and answers alike. The index is replaced and never changed, so a thread may read
-    the one that it took; of a text that was forgotten or left it is empty. `offcut`: what the last rewind cut off."""
+    the one that it took; of a text that was forgotten or left it is empty. `offcut`: what its last prompt left out, as
+    thoughts that a template drops."""
 
     owner: TextOwner
     index: TextIndex = field(default=NO_WORDS)

@@ -23,7 +23,7 @@ MIN_REACH = 0.05
 """A draft ends where it is less likely than this to be right so far: a wider pass would not pay."""
 
 
-class _Place(NamedTuple):
+class _Match(NamedTuple):
     """Where the last tokens of the answer stood before: `tokens[next]` came behind them."""
 
     num_matched: int
@@ -37,7 +37,7 @@ class _Elected(NamedTuple):
     longest match is that goes on with another."""
 
     token: int
-    voters: list[_Place]
+    voters: list[_Match]
     share: float
     num_against: int
 
@@ -48,7 +48,7 @@ class _Elected(NamedTuple):
 
 class TextDrafter:
     """A `Drafter`. It reads indexes that nobody changes any more, and `records`: texts of which others replace the
-    index or drop it meanwhile."""
+    index or drop it meanwhile, each from where it says something else than the prompt."""
 
     def __init__(
         self,
@@ -58,14 +58,12 @@ class TextDrafter:
         *,
         text: KeptText | None = None,
         offcut: TextIndex = NO_WORDS,
-        records: Sequence[KeptText] = (),
+        records: Sequence[tuple[KeptText, int]] = (),
         acceptance: Acceptance | None = None,
     ) -> None:
-        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not; `offcut`: what its
-        last rewind cut off."""
-        before = prompt[
-            -2 * MAX_MATCH_TOKENS :
-        ]  # matches in the prompt's last tokens are whole, and go on in the answer
+        """`conversation` indexes the prompt, `text` is where that is kept, None where it is not; `offcut`: what was
+        said in it and is not in the prompt."""
+        before = prompt[-2 * MAX_MATCH_TOKENS :]  # matches in its last half are whole, and go on in the answer
         self.text = text
         self.conversation = conversation
         self._num_before = len(before)
@@ -120,22 +118,22 @@ class TextDrafter:
         self._open, self._num_followed = draft, 0
         return draft
 
-    def _places(self) -> list[_Place]:
+    def _places(self) -> list[_Match]:
         """Where the answer's last tokens stood before, the longest matches first, of equals the nearer text's."""
         tail = self._answer.tokens[-MAX_MATCH_TOKENS:]
         if len(tail) < NGRAM_TOKENS:
             return []
-        found: list[_Place] = []
+        found: list[_Match] = []
         _look_up(tail, "prediction", self._prediction, found)
         _look_up(tail, "conversation", self._answer, found, start=self._num_before - self._num_both)
         _look_up(tail, "conversation", self.conversation, found, stop=len(self.conversation) - self._num_both)
         _look_up(tail, "records", self._offcut, found)
-        for text in self._records:
-            _look_up(tail, "records", text.index, found)
+        for text, start in self._records:
+            _look_up(tail, "records", text.index, found, start)
         found.sort(key=_by_length, reverse=True)
         return found[:MAX_VOTERS]
 
-    def _voted(self, voters: list[_Place], max_num_tokens: int) -> Draft | None:
+    def _voted(self, voters: list[_Match], max_num_tokens: int) -> Draft | None:
         tokens: list[int] = []
         chances: list[float] = []
         source, base, reached = voters[0].source, 0.0, 1.0
@@ -156,7 +154,7 @@ class TextDrafter:
         return Draft(tuple(tokens), tuple(chances), source) if tokens else None
 
 
-def _by_length(place: _Place) -> int:
+def _by_length(place: _Match) -> int:
     return place.num_matched
 
 
@@ -164,7 +162,7 @@ def _look_up(
     tail: array[int],
     source: DraftSource,
     index: TextIndex,
-    found: list[_Place],
+    found: list[_Match],
     start: int = 0,
     stop: int | None = None,
 ) -> None:
@@ -177,7 +175,7 @@ def _look_up(
         if end < start:
             break
         if end < stop:
-            found.append(_Place(_num_matched(tail, tokens, end), source, tokens, end + 1))
+            found.append(_Match(_num_matched(tail, tokens, end), source, tokens, end + 1))
             num_looked_at += 1
             if num_looked_at == MAX_PLACES:
                 break
@@ -191,7 +189,7 @@ def _num_matched(tail: array[int], tokens: array[int], end: int) -> int:
     return num
 
 
-def _elected(voters: list[_Place], depth: int) -> _Elected:
+def _elected(voters: list[_Match], depth: int) -> _Elected:
     """The token that comes `depth` tokens behind most places, each weighted with the square of its match."""
     if len(voters) == 1:
         (only,) = voters

@@ -7,7 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from weakref import WeakSet
 
 import numpy as np
@@ -16,22 +16,22 @@ from kvserve.core.keeping import Scope
 from kvserve.drafting.acceptance import Acceptance
 from kvserve.drafting.kept_text import NO_WORDS, KeptText, TextOwner
 from kvserve.drafting.text_drafter import TextDrafter
-from kvserve.drafting.text_index import MAX_MATCH_TOKENS, TextIndex
+from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
 
 MAX_RECORDS = 8
 """So many other texts of a reader are looked into, those used last: each costs every draft a look."""
 
 MAX_COMPARED = 64
-"""A prompt goes on from one of so many texts of its session, those used last, or from none."""
+"""A prompt goes on from one of so many texts of its session, those used last."""
 
-KEPT_SHARE = 7 / 8
-"""A prompt that has less of a text at its beginning is a text beside it (a sub-agent's, a title's), not that one
-rewound."""
+MAX_UNDONE_TOKENS = 8_192
+"""More than that is indexed anew faster than it is taken out of a copy."""
 
-MIN_OFFCUT_TOKENS = 16
+ENDING_TOKENS = 16
+"""So much of an answer's end shows that it is the same answer."""
 
 
-class _Shelf:
+class _ReaderTexts:
     """What is kept of one reader: texts, least recently used first, and how its drafts fared."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class DraftTexts:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._shelves: dict[tuple[str, str, str | None], _Shelf] = {}
+        self._shelves: dict[tuple[str, str, str | None], _ReaderTexts] = {}
         self._used: OrderedDict[KeptText, None] = OrderedDict()  # of all readers, least recently used first
         self._num_kept_bytes = 0
         self._running: WeakSet[TextDrafter] = WeakSet()
@@ -71,17 +71,27 @@ class DraftTexts:
         with self._lock:
             there = self._there(owner)
         found = _found(there, tokens)
-        grown, offcut = _grown(found, tokens)
+        grown = _grown(found, tokens)
+        goes_on = found if found is not None and found.is_within(grown) else None
+        offcut = goes_on.offcut() if goes_on is not None else NO_WORDS
         with self._lock:
-            text = self._put(owner, found, grown, offcut)
+            text = self._put(owner, goes_on, grown, offcut)
             shelf = self._shelves[owner.reader]
-            if owner.is_one_reader:
-                others = (each for each in reversed(shelf.texts) if each is not text)
-                records, offcut, acceptance = [*islice(others, MAX_RECORDS)], text.offcut, shelf.acceptance
-            else:
-                records, offcut, acceptance = [], NO_WORDS, Acceptance()
+            others = [each for each in islice(reversed(shelf.texts), MAX_RECORDS + 1) if each is not text]
+        if not owner.is_one_reader:
+            return self._with(TextDrafter(tokens, grown, prediction, text=text))
+        # what follows the last token that a record has in common with the prompt is the first that is said there alone
+        records = [(each, max(0, num_common(each.index.tokens, tokens) - 1)) for each in others[:MAX_RECORDS]]
         return self._with(
-            TextDrafter(tokens, grown, prediction, text=text, offcut=offcut, records=records, acceptance=acceptance)
+            TextDrafter(
+                tokens,
+                grown,
+                prediction,
+                text=text,
+                offcut=text.offcut,
+                records=records,
+                acceptance=shelf.acceptance,
+            )
         )
 
     def end(self, drafter: TextDrafter) -> None:
@@ -121,20 +131,21 @@ class DraftTexts:
         of_owner = (text for text in reversed(shelf.texts) if text.owner == owner) if shelf is not None else ()
         return [(text, text.index) for text in islice(of_owner, MAX_COMPARED)]
 
-    def _put(self, owner: TextOwner, found: "_Found | None", index: TextIndex, offcut: TextIndex | None) -> KeptText:
-        """The text that the prompt goes on from with its new index, or a new one where another request was faster."""
-        if found is not None and found.text.index is found.index:
-            text = found.text
+    def _put(self, owner: TextOwner, goes_on: "_Found | None", index: TextIndex, offcut: TextIndex) -> KeptText:
+        """The text that the prompt goes on from with its new index; a new one where there is none, or another request
+        was faster."""
+        if goes_on is None or goes_on.text.index is not goes_on.index:
+            text, offcut = KeptText(owner), NO_WORDS
         else:
-            text, offcut = KeptText(owner), None
-        self._replace(text, index, text.offcut if offcut is None else offcut)
+            text = goes_on.text
+        self._replace(text, index, offcut if len(offcut) else text.offcut)
         return text
 
     def _replace(self, text: KeptText, index: TextIndex, offcut: TextIndex) -> None:
         self._num_kept_bytes -= text.num_bytes if text in self._used else 0
         text.index, text.offcut = index, offcut
         self._num_kept_bytes += text.num_bytes
-        for texts in (self._used, self._shelves.setdefault(text.owner.reader, _Shelf()).texts):
+        for texts in (self._used, self._shelves.setdefault(text.owner.reader, _ReaderTexts()).texts):
             texts[text] = None
             texts.move_to_end(text)
 
@@ -166,25 +177,37 @@ class _Found:
     index: TextIndex
     num_common: int
 
+    def offcut(self) -> TextIndex:
+        """What the prompt leaves out, with what stands before it; empty where that is next to nothing."""
+        if len(self.index) - self.num_common < ENDING_TOKENS:
+            return NO_WORDS
+        return TextIndex(self.index.tokens[max(0, self.num_common - MAX_MATCH_TOKENS) :])
+
+    def is_within(self, index: TextIndex) -> bool:
+        """Whether all of the text is in this index of the prompt but for a few tokens at its end, or for words that the
+        client sent last time only: then its end, which the model wrote, is further on there."""
+        if len(self.index) - self.num_common < min(ENDING_TOKENS, self.num_common):
+            return True
+        ending = self.index.tokens[-ENDING_TOKENS:]
+        if len(ending) < ENDING_TOKENS:
+            return False
+        first = max(self.num_common, len(ending) - 1)
+        ends = takewhile(lambda end: end >= first, index.ends_of(*ending[-NGRAM_TOKENS:]))
+        return any(index.tokens[end + 1 - len(ending) : end + 1] == ending for end in ends)
+
 
 def _found(there: Sequence[tuple[KeptText, TextIndex]], tokens: array[int]) -> _Found | None:
-    """The text that has most in common with the prompt, if that is nearly all of it."""
-    compared = [_Found(text, index, num_common(index.tokens, tokens)) for text, index in there]
-    nearly = [each for each in compared if each.num_common > 0 and each.num_common >= KEPT_SHARE * len(each.index)]
-    return max(nearly, key=lambda each: each.num_common, default=None)
+    """The text that has most in common with the prompt."""
+    compared = (_Found(text, index, num_common(index.tokens, tokens)) for text, index in there)
+    return max(compared, key=lambda each: each.num_common, default=None)
 
 
-def _grown(found: _Found | None, tokens: array[int]) -> tuple[TextIndex, TextIndex | None]:
-    """The index of the prompt, and of what was cut off for it, if that is worth a look."""
-    if found is None:
-        return TextIndex(tokens), None
-    index, common = found.index, found.num_common
-    if common == len(index):
-        return (index.extended(tokens[common:]) if common < len(tokens) else index), None
-    offcut = None
-    if len(index) - common >= MIN_OFFCUT_TOKENS:
-        offcut = TextIndex(index.tokens[max(0, common - MAX_MATCH_TOKENS) :])
-    return index.cut(common).extended(tokens[common:]), offcut
+def _grown(found: _Found | None, tokens: array[int]) -> TextIndex:
+    """The index of the prompt; what of it was indexed is copied, unless too much would have to be undone."""
+    if found is None or len(found.index) - found.num_common > MAX_UNDONE_TOKENS:
+        return TextIndex(tokens)
+    kept = found.index if found.num_common == len(found.index) else found.index.cut(found.num_common)
+    return kept.extended(tokens[found.num_common :]) if found.num_common < len(tokens) else kept
 
 
 def num_common(tokens: array[int], others: array[int]) -> int:

@@ -29,7 +29,7 @@ from kvserve.engine.decode_group import (
     is_recurrent,
     left_row,
 )
-from kvserve.engine.draft_support import DraftSupport, find_draft_support
+from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings, DraftSupport, find_draft_support
 from kvserve.engine.drafted import DraftedGenerator, DraftedRow
 from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, leaving, settle
 from kvserve.engine.model import LoadedModel
@@ -56,7 +56,7 @@ class DecodePool:
         model: LoadedModel,
         max_batch_size: int,
         send_tokens: Callable[[], None] = lambda: None,
-        draft_support: DraftSupport | None = None,
+        draft_settings: DraftSettings = DEFAULT_DRAFTS,
     ) -> None:
         """`send_tokens` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
@@ -65,7 +65,8 @@ class DecodePool:
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
-        self._draft_support = draft_support
+        self._draft_settings = draft_settings
+        self._draft_support: DraftSupport | None = None
 
     @property
     def num_rows(self) -> int:
@@ -88,9 +89,9 @@ class DecodePool:
 
     @property
     def draft_support(self) -> DraftSupport:
-        """What the model's caches allow of drafts; tried at the first call where it is not known."""
+        """What the model's caches allow of drafts; tried at the first call."""
         if self._draft_support is None:
-            self._draft_support = find_draft_support(self._model)
+            self._draft_support = find_draft_support(self._model, self._draft_settings)
         return self._draft_support
 
     def padding_bytes(self) -> float:

@@ -5,7 +5,7 @@ That takes at most twenty passes of a few tokens, of more where a class that is 
 many where KV is quantised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
 from kvserve.engine.retreat import Retreat, Way, known_way
 from kvserve.engine.self_check import MAX_ERROR, CachesDiffer
+from kvserve.engine.width_noise import NUM_TOKENS, agreeing_width, find_width_noise, told
 
 PROMPT_TOKENS = 11
 NUM_RIGHT = 2
@@ -30,30 +31,58 @@ NUM_WRONG = 3
 @dataclass(frozen=True, slots=True)
 class DraftSupport:
     """`ways`: how each leaf comes back from a pass, None where rows decode plainly (`why_not`). `row_bytes`: what a row
-    holds besides its KV while a draft is tried. `costs` are those of this model on this machine."""
+    holds besides its KV while a draft is tried. `costs` are this model's on this machine, `notes` tell a person."""
 
     ways: tuple[Way, ...] | None
     why_not: str
     row_bytes: int
     costs: PassCosts
+    notes: tuple[str, ...] = ()
 
 
-def find_draft_support(model: LoadedModel, max_width: int = MAX_PASS_TOKENS) -> DraftSupport:
-    """Try a model's caches, and how long passes of at most so many tokens take."""
-    costs = PassCosts(max_width)
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """What the operator decides about drafts. `is_on`: what they need is tried while the model is loaded, else when the
+    first row comes that has a drafter. At most `max_num_tokens` are drafted at a time; `is_exact`: no pass is so wide
+    that its logits are others than those of single steps.
+    """
+
+    is_on: bool = False
+    max_num_tokens: int = MAX_PASS_TOKENS - 1
+    is_exact: bool = False
+
+
+DEFAULT_DRAFTS = DraftSettings()
+
+
+def find_draft_support(model: LoadedModel, settings: DraftSettings = DEFAULT_DRAFTS) -> DraftSupport:
+    """Try a model's caches, how long passes take and, where settings say so, how wide they may be."""
+    costs = PassCosts(min(MAX_PASS_TOKENS, settings.max_num_tokens + 1))
     with mx.stream(generation_stream):
         ways = finding(lambda: _proven_ways(model))
         if isinstance(ways, Exception):
-            return DraftSupport(None, described(ways), 0, costs)
+            why_not = described(ways)
+            return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted, every token takes a pass: {why_not}.",))
         costs.measure(model.module, model.new_caches)
-    return DraftSupport(ways, "", _row_bytes(model, ways, max_width), costs)
+        notes = tuple(_noted(model, settings, costs)) if settings.is_on else ()
+    return DraftSupport(ways, "", _row_bytes(model, ways), costs, notes)
 
 
-def _row_bytes(model: LoadedModel, ways: Sequence[Way], max_width: int) -> int:
+def _noted(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> Iterator[str]:
+    """What a person should know; in `exact` mode passes get narrower. A look at one pass says whether there is
+    anything; only who wants it exact waits for more."""
+    noises = find_width_noise(model.module, model.new_caches, NUM_TOKENS if settings.is_exact else MAX_PASS_TOKENS)
+    if settings.is_exact:
+        costs.max_width = min(costs.max_width, agreeing_width(noises))
+    if any(noise.max_difference for noise in noises):
+        yield told(noises, is_exact=settings.is_exact)
+
+
+def _row_bytes(model: LoadedModel, ways: Sequence[Way]) -> int:
     """States are there twice, and windows have the rows of a pass besides."""
     windows = [leaf.max_size for leaf in flat_caches(model.new_caches()) if isinstance(leaf, RotatingKVCache)]
     held = model.sizes.fixed if "hold" in ways else 0
-    return held + (model.sizes.fixed * max_width // min(windows) if "window" in ways else 0)
+    return held + (model.sizes.fixed * MAX_PASS_TOKENS // min(windows) if "window" in ways else 0)
 
 
 def _proven_ways(model: LoadedModel) -> tuple[Way, ...]:

@@ -165,6 +165,9 @@ class DraftedGenerator:
         width, taken = len(row.behind) + 1, row.pending
         inputs = mx.concatenate([mx.array(row.behind, dtype=taken.dtype), taken]) if row.behind else taken
         logits = self._module(inputs[None], cache=row.caches)[:, -1, :]
+        self._costs.note_described(perf_counter() - started)
+        if row.behind:
+            row.drafts.seconds_saved -= self._costs.seconds_more(width, len(row.tokens))
         row.behind = []
         row.pending = row.draw(taken, logits)
         mx.async_eval(row.pending)  # type: ignore[no-untyped-call]
@@ -220,7 +223,7 @@ class DraftedGenerator:
 
     def _responses(self, row: DraftedRow, tokens: Sequence[int]) -> list[Response]:
         """A response for each token; with the row's last one it leaves. A draft has no token behind that one."""
-        responses = []
+        responses: list[Response] = []
         for token in tokens:
             row.num_left -= 1
             is_stop = token in row.drafts.request.stop_tokens
@@ -250,6 +253,9 @@ class DraftedGenerator:
             row.drafts.follow(row.tokens)
             draft = row.drafts.propose(None, most + 1)
             if draft is None or not (num_worth := self._num_worth(row, draft.chances[1:])):
+                return None
+            chance, *chances = draft.chances[: num_worth + 1]
+            if not self._costs.is_worth_reading(chance, chances, len(row.tokens)):
                 return None
             if row.read() == draft.tokens[0]:
                 return draft, list(draft.tokens[1 : 1 + num_worth]), 1
@@ -281,8 +287,8 @@ class DraftedGenerator:
 def _num_slots(caches: Sequence[Any]) -> int | None:
     """For how many tokens the buffers have room that are written in place; None where there are none."""
     for leaf in flat_caches(caches):
-        if type(leaf) is KVCache and leaf.keys is not None:
-            return int(leaf.keys.shape[2])
+        if type(leaf) is KVCache and (keys := leaf.keys) is not None:
+            return int(keys.shape[2])
         if isinstance(leaf, PackedCache) and leaf.rows:
             return int(leaf.rows[0].shape[TOKEN_AXIS])
     return None
@@ -300,8 +306,8 @@ def _looked_at(leaf: Any) -> Any:
     once nobody looks any more."""
     if type(leaf) is KVCache:
         twin: Any = KVCache()  # type: ignore[no-untyped-call]
-        if leaf.keys is not None:
-            twin.keys, twin.values = leaf.keys[..., : leaf.offset, :], leaf.values[..., : leaf.offset, :]
+        if (keys := leaf.keys) is not None and (values := leaf.values) is not None:
+            twin.keys, twin.values = keys[..., : leaf.offset, :], values[..., : leaf.offset, :]
         twin.offset = leaf.offset
         return twin
     if isinstance(leaf, PackedCache):

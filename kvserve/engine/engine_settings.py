@@ -7,6 +7,7 @@ from typing import Literal
 from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
+from kvserve.engine.draft_support import DraftSettings
 from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory_bytes, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
@@ -33,10 +34,9 @@ class DiskSettings:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
-    `wired_bytes`: 0 wires nothing, None what weights and KV take. `max_draft_tokens`: so many drafted tokens go through
-    the model in a pass at most, None leaves it to what passes cost, 0: none. `blas` tells what stands before MLX's own
-    BLAS, and the variables that choose kernels of both, from others. `draft_folder` has the model that drafts; None:
-    none does."""
+    `wired_bytes`: 0 wires nothing, None what weights and KV take. `blas` tells what stands before MLX's own BLAS, and
+    the variables that choose kernels of both, from others. `draft_folder` has the model
+    that drafts; None: none does."""
 
     max_kv_size: int
     max_concurrent_requests: int
@@ -54,7 +54,7 @@ class EngineSettings:
     records_bytes: int | None = None
     wired_bytes: int | None = 0
     warming: WarmSettings = WarmSettings()
-    max_draft_tokens: int | None = None
+    drafts: DraftSettings = DraftSettings()
     blas: str = ""
     draft_folder: Path | None = None
 

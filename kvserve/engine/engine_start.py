@@ -24,14 +24,12 @@ from kvserve.core import GenerationFailed, GenerationRequest, RequestId, Samplin
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
-from kvserve.engine.draft_support import DraftSupport, find_draft_support
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
-from kvserve.engine.pass_costs import MAX_PASS_TOKENS
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.rows import RequestHandle, Row
@@ -58,7 +56,7 @@ class EngineStart:
     """The start of one engine, and the end of what it set up. Belongs to the engine thread.
 
     `ledger`: all memory that grows with work, None while there is no model. `outside`: what others hold for the model.
-    `why_no_drafts`: why nothing can be drafted for it, "" where that can be or was not tried.
+    `can_draft`: the model was loaded to be drafted for, and its caches allow that.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class EngineStart:
         self._draft_digest = self._digest_of(settings.draft_folder) if settings.draft_folder is not None else None
         self.outside: dict[Account, Callable[[], int]] = {}
         self.ledger: MemoryLedger | None = None
-        self.why_no_drafts = ""
+        self.can_draft = False
 
     def load(self) -> tuple[LoadedModel, Scheduler]:
         """Load the model, try out what its caches allow where that is not remembered, and begin with an empty cache.
@@ -99,10 +97,14 @@ class EngineStart:
         notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.all_weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
         model = with_images_tried(model, plan.image_feature_bytes)
-        drafts = self._draft_support(model)
         self._digest.confirm()
-        scheduler = self._new_scheduler(model, drafts)
+        scheduler = self._new_scheduler(model)
         _draw_two_tokens(scheduler, self._settings.default_sampling)
+        if self._settings.drafts.is_on:
+            drafts = scheduler.try_drafts()
+            self.can_draft = drafts.ways is not None
+            for line in drafts.notes:
+                self._note(line)
         scheduler.cache.begin_anew()
         self._open_disk(scheduler.cache, model, self._settings.kv, self._digest, plan)
         look.remember(model, support)
@@ -148,17 +150,6 @@ class EngineStart:
         if self._draft_digest is not None:
             self._draft_digest.stop(timeout_seconds)
 
-    def _draft_support(self, model: LoadedModel) -> DraftSupport | None:
-        """What the model's caches allow of drafts, None where none are wanted; where they allow none, that is told."""
-        most = self._settings.max_draft_tokens
-        if most == 0:
-            return None
-        found = find_draft_support(model, MAX_PASS_TOKENS if most is None else most + 1)
-        if found.ways is None:
-            self.why_no_drafts = found.why_not
-            self._note(f"Nothing is drafted for this model, as SPECULATION=off would have it: {found.why_not}.")
-        return found
-
     def _look(self, folder: Path, kv: KvSettings, digest: ModelDigest) -> CacheLook:
         """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
         disk = self._settings.disk
@@ -175,7 +166,7 @@ class EngineStart:
         if self._found_cache_limit is not None:
             mx.set_cache_limit(self._found_cache_limit)
 
-    def _new_scheduler(self, model: LoadedModel, drafts: DraftSupport | None) -> Scheduler:
+    def _new_scheduler(self, model: LoadedModel) -> Scheduler:
         memory = self.ledger = self._new_ledger(model)
         return Scheduler(
             model,
@@ -188,7 +179,7 @@ class EngineStart:
             warming=self._settings.warming,
             send_tokens=self._send_tokens,
             draft_model=self._new_draft_model(model, memory),
-            draft_support=drafts,
+            draft_settings=self._settings.drafts,
         )
 
     def _new_draft_model(self, model: LoadedModel, memory: MemoryLedger) -> DraftModel | None:

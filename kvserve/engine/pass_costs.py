@@ -13,43 +13,59 @@ import mlx.core as mx
 from kvserve.engine.kv_buffers import held_arrays
 
 MAX_PASS_TOKENS = 16
-"""No pass of a row that decodes is wider, unless the operator says so: what a draft brings is used up before."""
+"""No pass of a row that decodes is wider: what a draft brings is used up before."""
 
-MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+MEASURED_WIDTHS = (1, 2, 4, 8, 16)
 NUM_NEWEST = 5
 """Of so many passes the median counts: one that something else delayed says nothing."""
 
+LEAST_CHANGE = 0.02
+"""Medians that move by less than this share lead to the same choice."""
+
 
 class PassCosts:
-    """Seconds of passes. Belongs to the engine thread."""
+    """Seconds of passes. Belongs to the engine thread. No pass is wider than `max_width`."""
 
     def __init__(self, max_width: int = MAX_PASS_TOKENS) -> None:
         self.max_width = max_width
         self._newest: dict[int, dict[int, deque[float]]] = {}
+        self._medians: dict[int, dict[int, float]] = {}
+        self._described: deque[float] = deque(maxlen=NUM_NEWEST)
         self._tables: dict[int, list[float] | None] = {}
 
     def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
-        """Try one row in passes of each width that there may be, the second of two, as the first may compile."""
-        caches, num_tokens = new_caches(), 0
-        for width in (each for each in MEASURED_WIDTHS if each <= self.max_width):
+        """Try one row in passes of each width, the second of two, as the first may compile."""
+        caches = new_caches()
+        for width in MEASURED_WIDTHS:
             for _ in range(2):
                 started = perf_counter()
                 logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
                 mx.eval(mx.argmax(logits[0], axis=-1), held_arrays(caches))
                 seconds = perf_counter() - started
-            num_tokens += 2 * width
-            self.note(width, num_tokens, seconds)
+            self.note(width, 2 * sum(MEASURED_WIDTHS), seconds)
 
     def note(self, width: int, num_tokens: int, seconds: float) -> None:
         """Learn from a pass of a row that had so many tokens."""
-        near = self._newest.setdefault(num_tokens.bit_length(), {})
-        near.setdefault(width, deque(maxlen=NUM_NEWEST)).append(seconds)
-        self._tables.clear()
+        length = num_tokens.bit_length()
+        newest = self._newest.setdefault(length, {}).setdefault(width, deque(maxlen=NUM_NEWEST))
+        newest.append(seconds)
+        known, found = self._medians.setdefault(length, {}), median(newest)
+        if abs(found - known.get(width, 0.0)) > LEAST_CHANGE * found:
+            known[width] = found
+            self._tables.clear()
+
+    def note_described(self, seconds: float) -> None:
+        """Learn how long it takes to describe a pass, which a plain step does while the last one computes."""
+        self._described.append(seconds)
 
     def seconds(self, width: int, num_tokens: int) -> float | None:
         """What such a pass takes; None before anything was measured."""
         table = self._table(num_tokens)
         return table[min(width, len(table)) - 1] if table is not None else None
+
+    def seconds_more(self, width: int, num_tokens: int) -> float:
+        """How much longer such a pass takes than a plain step; 0 before anything was measured."""
+        return (self.seconds(width, num_tokens) or 0.0) - (self.seconds(1, num_tokens) or 0.0)
 
     def num_worth(self, chances: Sequence[float], num_tokens: int, num_again: int, *, goes_back: bool) -> int:
         """How many drafted tokens give most tokens a second, 0 where a plain step gives as many.
@@ -60,8 +76,7 @@ class PassCosts:
         table = self._table(num_tokens)
         if table is None:
             return 0
-        plain = table[min(num_again, len(table) - 1)]
-        best, best_rate = 0, 1 / plain
+        best, best_rate = 0, 1 / table[min(num_again, len(table) - 1)]
         expected, reached, again_seconds = 1.0, 1.0, 0.0
         for count, chance in enumerate(chances[: self.max_width - 1 - num_again], 1):
             if goes_back:  # the tokens so far pass again where this one is wrong
@@ -73,6 +88,20 @@ class PassCosts:
                 best, best_rate = count, rate
         return best
 
+    def is_worth_reading(self, chance: float, chances: Sequence[float], num_tokens: int) -> bool:
+        """Whether to wait for the pending token, which is the drafted one by this chance: where it is another, the next
+        pass was not described meanwhile, and nothing came of it."""
+        table = self._table(num_tokens)
+        if table is None or not chances:
+            return False
+        expected, reached = 1.0, 1.0
+        for each in chances:
+            reached *= each
+            expected += reached
+        saved_seconds = expected * table[0] - table[min(len(chances), len(table) - 1)]
+        lost_seconds = median(self._described) if self._described else 0.0
+        return chance * saved_seconds > (1 - chance) * lost_seconds
+
     def _table(self, num_tokens: int) -> list[float] | None:
         """Seconds of passes of 1, 2, ... tokens; on lines between those that were measured."""
         place = num_tokens.bit_length()
@@ -81,20 +110,19 @@ class PassCosts:
         return self._tables[place]
 
     def _tabled(self, place: int) -> list[float] | None:
-        """Widths that were not tried at about this length cost as much more than one token as they do elsewhere."""
-        measured = {
-            length: {width: median(newest) for width, newest in near.items()} for length, near in self._newest.items()
-        }
-        by_distance = sorted((abs(length - place), length) for length, near in measured.items() if 1 in near)
-        if not by_distance:
+        """What was not tried at about this length costs as many times a plain step as at the next one where it was."""
+        plain = {length: near[1] for length, near in self._medians.items() if 1 in near}
+        if not plain:
             return None
-        plain = measured[by_distance[0][1]][1]
-        known = dict[int, float]()
-        for _, length in by_distance:
-            near = measured[length]
-            known = {width: seconds / near[1] * plain for width, seconds in near.items()} | known
-        widths = sorted(known)
-        return [_between(known, widths, width) for width in range(1, self.max_width + 1)]
+
+        def plain_near(length: int) -> float:
+            return plain[min(plain, key=lambda other: (abs(other - length), other))]
+
+        times = dict[int, float]()
+        for length in sorted(self._medians, key=lambda other: (abs(other - place), other), reverse=True):
+            times |= {width: found / plain_near(length) for width, found in self._medians[length].items()}
+        widths, seconds = sorted(times), plain_near(place)
+        return [_between(times, widths, width) * seconds for width in range(1, MAX_PASS_TOKENS + 1)]
 
 
 def _between(known: dict[int, float], widths: Sequence[int], width: int) -> float:

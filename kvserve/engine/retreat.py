@@ -78,7 +78,7 @@ def _put_back(leaf: Any, held: Any) -> None:
         vars(leaf).update(vars(held))
 
 
-def _cut_window(leaf: RotatingKVCache, num_dropped: int) -> None:
+def _cut_window(leaf: Any, num_dropped: int) -> None:
     """Drop the newest rows behind a pass of several tokens, which stand in order then, and what no token sees any more.
 
     The next token sees `max_size` rows, itself among them. mlx-lm takes a full window with fewer rows for one that

@@ -18,7 +18,7 @@ from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import DecodeResult, ExtractedRow
 from kvserve.engine.draft_model import DraftModel
-from kvserve.engine.draft_support import DraftSupport
+from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings, DraftSupport
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -49,7 +49,7 @@ class Scheduler:
         warming: WarmSettings,
         send_tokens: Callable[[], None] = lambda: None,
         draft_model: DraftModel | None = None,
-        draft_support: DraftSupport | None = None,
+        draft_settings: DraftSettings = DEFAULT_DRAFTS,
     ) -> None:
         """Beside prompts streams have `stream_share` of the time. `send_tokens` is called whenever tokens that wait may
         go to their clients."""
@@ -61,7 +61,7 @@ class Scheduler:
         self._rows: list[Row] = []
         self._waiting_for_prefix = WaitingForPrefix(cache, report)
         self._send_tokens = send_tokens
-        self._pool = DecodePool(model, budget.max_rows, send_tokens, draft_support)
+        self._pool = DecodePool(model, budget.max_rows, send_tokens, draft_settings)
         self._admission = Admission(budget, cache, self._pool)
         self._cache_leases = CacheLeases(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
@@ -91,6 +91,10 @@ class Scheduler:
         return bool(self._pool.num_rows) and not (
             self._turn_order.waiting or self._waiting_for_prefix or self._prefills
         )
+
+    def try_drafts(self) -> DraftSupport:
+        """Find out what the model's caches allow of drafts and what passes cost."""
+        return self._pool.draft_support
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; work ahead of requests makes way."""

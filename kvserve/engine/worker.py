@@ -122,8 +122,8 @@ class Engine:
 
     @property
     def can_draft(self) -> bool:
-        """Whether drafts can be tried on the model that was loaded."""
-        return not self._start.why_no_drafts
+        """Whether the model was loaded to be drafted for, and its caches allow that."""
+        return self._start.can_draft
 
     def count(self, account: Account, read: Callable[[], int]) -> None:
         """Count in this model's ledger what another part of the server holds for it. Before `start`."""

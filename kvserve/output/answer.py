@@ -140,7 +140,7 @@ class AnswerReader:
             num_cached_tokens=done.num_cached_tokens,
             num_completion_tokens=self.num_completion_tokens,
             num_reasoning_tokens=self.num_reasoning_tokens if self._has_reasoning else 0,
-            num_accepted_tokens=done.drafting.num_accepted_tokens,
+            num_accepted_tokens=min(done.drafting.num_accepted_tokens, self.num_completion_tokens),
             num_rejected_tokens=done.drafting.num_drafted_tokens - done.drafting.num_accepted_tokens,
         )
         return [*joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]

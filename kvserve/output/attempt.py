@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvserve.core import CallParts, ToolSpec
 from kvserve.output.harmony import ChannelOpened
 from kvserve.output.tool_parsers.chains import text_before
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import END, CallForm, FindsEnd, NotACall, ParsedCall, Scan
 
 type Found = ChannelOpened | list[ParsedCall]
@@ -21,7 +21,7 @@ class CallReading:
     """One way to read the text: a scan, its certain results, and the tags that end such a call."""
 
     scan: Generator[None, str, Found]
-    draft: Draft
+    draft: CallDraft
     close_tags: tuple[str, ...]
     broken: Broken | None = None
     end: FindsEnd | None = None
@@ -52,12 +52,12 @@ class CallReading:
         return any(tag != text and tag.startswith(text) for tag in self.close_tags)
 
 
-def _as_written(draft: Draft, close_tags: Sequence[str]) -> Scan:
+def _as_written(draft: CallDraft, close_tags: Sequence[str]) -> Scan:
     yield from text_before([(tag,) for tag in close_tags], draft.write)
     return []
 
 
-def _to_end_of_broken(draft: Draft, end: FindsEnd) -> Generator[None, str, Found]:
+def _to_end_of_broken(draft: CallDraft, end: FindsEnd) -> Generator[None, str, Found]:
     num_behind = end.at_once()
     while num_behind is None:
         num_behind = end.add((yield))
@@ -97,7 +97,7 @@ class CallAttempt:
             next(reading.scan)
 
     @property
-    def draft(self) -> Draft | None:
+    def draft(self) -> CallDraft | None:
         """The call as far as it was written; None while it is uncertain."""
         if len(self._readings) != 1 or not self._readings[0].draft.is_open:
             return None
@@ -186,7 +186,7 @@ class CallAttempt:
 # --- behind a call ---------------------------------------------------------------------------------------------------
 
 
-def reading_of(form: CallForm, scan: Scan, tools: Sequence[ToolSpec], draft: Draft) -> CallReading:
+def reading_of(form: CallForm, scan: Scan, tools: Sequence[ToolSpec], draft: CallDraft) -> CallReading:
     """One way to read a call of the form."""
     broken = form.broken
     if broken is None:
@@ -212,7 +212,7 @@ class Following:
         """What may follow the closed call."""
         return Following.of(self.form, is_closed=True) if not self.is_closed else self
 
-    def attempt(self, tag: str, tools: Sequence[ToolSpec], draft: Draft) -> CallAttempt | None:
+    def attempt(self, tag: str, tools: Sequence[ToolSpec], draft: CallDraft) -> CallAttempt | None:
         """The attempt that begins with the tag; None if the tag alone closes the calls."""
         form = self.form
         now = form.closed if form is not None and self.is_closed else form

@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.chains import end_of_call
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Reader, one_of, skip_space
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import json_container, write_json
@@ -45,7 +45,7 @@ class ChannelOpened:
 type HarmonyScan = Generator[None, str, ChannelOpened | list[ParsedCall]]
 
 
-def scan_message(opener: str, allow_calls: bool, draft: Draft) -> HarmonyScan:
+def scan_message(opener: str, allow_calls: bool, draft: CallDraft) -> HarmonyScan:
     """Reads what follows `opener`: a header, and the body too if it is a call.
 
     A message to a recipient that is not a function stays text. The draft gets the arguments of a call.

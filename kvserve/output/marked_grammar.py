@@ -12,7 +12,7 @@ from kvserve.core import CallParts, CallRow, PairParts, ToolSpec
 from kvserve.output.enforced import Enforced
 from kvserve.output.lark import Lark, escaped
 from kvserve.output.tool_parsers.arguments import TypedArguments, closed_keys
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import NotACall
 from kvserve.output.tool_parsers.marked import MarkedArguments
 from kvserve.output.tool_parsers.pairs import marked_of
@@ -125,7 +125,7 @@ class MarkedGrammar:
             f"{pairs.opening}{key}{pairs.value}{pairs.spelling.written(value)}{pairs.closing}"
             for key, value in said.items()
         )
-        arguments = TypedArguments(spec.name, (spec,), Draft(), spelling=pairs.spelling)
+        arguments = TypedArguments(spec.name, (spec,), CallDraft(), spelling=pairs.spelling)
         scan = self._reader.read(arguments, Offered(self.offered, alone=False), counts=True)
         next(scan)
         text = f"{pairs.between.join(each)}{end.end}{end.behind}"

@@ -33,7 +33,7 @@ from kvserve.output.harmony import Channel, ChannelOpened
 from kvserve.output.record import PieceKind, Record, TextPiece, random_call_id
 from kvserve.output.tag_table import Handlers, TagTable, TagTables
 from kvserve.output.tool_parsers.derived import closing_text
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall
 from kvserve.output.tool_parsers.json_text import write_json
 
@@ -198,10 +198,10 @@ class Splitter:
             self._boundary(source)
         self._behind = behind
 
-    def _draft(self) -> Draft:
+    def _draft(self) -> CallDraft:
         """A draft for a call that may be sent before it is whole; inside tagged reasoning it may not be sent early."""
         is_thought = self._reasoning and self._format.channels == "tags"
-        return Draft() if is_thought else Draft(self._names)
+        return CallDraft() if is_thought else CallDraft(self._names)
 
     def _boundary(self, tag: str) -> None:
         """Record a tag; white space that fills the gap from the last tag to it is formatting."""
@@ -238,7 +238,7 @@ class Splitter:
             self._write_all(attempt.text().removesuffix(closing))
             self._on_think_close(closing)
 
-    def _begin_call(self, attempt: CallAttempt, draft: Draft) -> None:
+    def _begin_call(self, attempt: CallAttempt, draft: CallDraft) -> None:
         self._record.write("space", self._take_space())
         self._reasoning = False
         for name, arguments in draft.before:

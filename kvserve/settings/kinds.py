@@ -22,7 +22,7 @@ GroupSize = Literal[32, 64, 128]
 KvBits = Literal[4, 8]
 BlasSearch = Literal["auto", "off"]
 DraftLimit = Literal["auto", "off"]
-MAX_DRAFT_TOKENS = 64
+MAX_DRAFT_TOKENS = 15
 
 _SIZE_UNITS = {
     "": 1,
@@ -329,6 +329,7 @@ KINDS: Mapping[str, Kind] = {
     "wired_limit": Kind(_wired, "OFF, AUTO or a size such as 20GB"),
     "prefill_step_size": _whole(16, 8192),
     "speculation": Kind(_draft, f"auto, off or a whole number from 1 to {MAX_DRAFT_TOKENS}"),
+    "speculation_exact": _SWITCH,
     "blas_library": Kind(_library, f"auto, off or a library file; {_HOMELESS}"),
     "api_key": _ANY,
     "allowed_origins": _NAMES,

@@ -32,7 +32,8 @@ def test_steps_and_passes_are_those_that_the_drafts_left() -> None:
     tallies = replay([_session("A", "a", "a", ([1, 2, *copied, 3, 4], copied), ([1, 2, 3], [*range(500, 510)]))])
     tally = tallies["A"]
     assert tally.num_tokens == 50
-    assert tally.num_steps == 50 - tally.accepted["conversation"] < 30
+    assert 0 <= tally.num_steps - (50 - tally.accepted["conversation"]) <= 1  # the last draft ends with the answer
+    assert tally.num_steps < 30
     assert tally.drafted["conversation"] >= tally.accepted["conversation"] > 20
     assert tally.pass_seconds < 50 * SECONDS_BY_WIDTH[1]
     assert len(list(table([tally]))) == 4

@@ -22,7 +22,7 @@ def _record(tokens: Sequence[int]) -> KeptText:
 
 
 def _drafter(prompt: list[int], prediction: Sequence[int] = (), records: Sequence[list[int]] = ()) -> TextDrafter:
-    return TextDrafter(prompt, TextIndex(prompt), prediction, records=[_record(each) for each in records])
+    return TextDrafter(prompt, TextIndex(prompt), prediction, records=[(_record(each), 0) for each in records])
 
 
 def _matches(tail: Sequence[int], text: Sequence[int], places: range) -> list[tuple[int, Sequence[int]]]:
@@ -184,7 +184,7 @@ def test_how_drafts_fared_is_known_to_the_readers_next_answer_alone() -> None:
 def test_a_text_that_is_gone_is_drafted_from_no_more() -> None:
     """At once, also in an answer that began before."""
     record = _record([6, 7, 8, 20, 21])
-    drafter = TextDrafter([1], TextIndex([1]), records=[record])
+    drafter = TextDrafter([1], TextIndex([1]), records=[(record, 0)])
     drafter.follow([6, 7, 8])
     assert drafter.propose(4) is not None
     record.drop()
@@ -193,8 +193,7 @@ def test_a_text_that_is_gone_is_drafted_from_no_more() -> None:
 
 def test_a_search_that_believes_hashes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is drafted then did not stand behind the answer's end."""
-    said = ([1, 2, 3, 0, 2, 1], [], [], [1, 2, 3], 4)
-    _follows_the_longest_matches(*said)
+    _follows_the_longest_matches([1, 2, 3, 0, 2, 1], [], [], [1, 2, 3], 4)
     monkeypatch.setattr(TextIndex, "ends_of", lambda *_: iter([4]))
     with pytest.raises(AssertionError):
-        _follows_the_longest_matches(*said)
+        _follows_the_longest_matches([1, 2, 3, 0, 2, 1], [], [], [1, 2, 3], 4)

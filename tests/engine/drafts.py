@@ -74,5 +74,6 @@ def drafted_engine(family: str = "llama", draft: str | Path | None = None, **set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_model, "DraftCosts", GivenCosts)
         patch.setattr(PassCosts, "num_worth", _all_worth_it)
+        patch.setattr(PassCosts, "is_worth_reading", lambda *_: True)
         with running_engine(family, draft_folder=folder, **settings) as engine:
             yield engine

@@ -5,15 +5,17 @@ Rules, and ids and cold answers of some prompt, are compared for all families in
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_vlm.utils import prepare_inputs
 
-from kvserve.core import TokenSequence
+from kvserve.core import GenerationDone, TokenSequence
 from kvserve.engine.worker import Engine
 from tests.engine.engines import assert_exact, cached, generate, running_engine
+from tests.engine.led_drafts import LedDrafter, drafts_tried
 from tests.engine.visions import QUICK, VISION, Prompted, Writer, for_processor, picture, vlm, vlm_answer
 from tests.laws import sampled, sampled_cells
 
@@ -217,3 +219,18 @@ def _flat(module: object) -> list[tuple[str, mx.array]]:
     from mlx.utils import tree_flatten
 
     return tree_flatten(module.parameters())  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_answer_about_images_is_the_same_with_drafts(sighted: Sighted) -> None:
+    """Positions behind an image are those of single steps, in a pass of several tokens too; and what is kept is."""
+    prompted = shapes(sighted.writer)["two"]
+    expected = sighted.known(prompted)
+    drafter = LedDrafter(expected, lambda place: place % 3 == 2)
+    with drafts_tried():
+        [found] = generate(sighted.engine, replace(prompted.request(), drafter=drafter))
+    assert_exact(found, expected)
+    assert isinstance(found.end, GenerationDone) and found.end.drafting.num_accepted_tokens > 3
+    following = prompted.followed_by(expected, [311, 312, 313])
+    [warm] = generate(sighted.engine, following.request())
+    assert cached(warm) > len(prompted.tokens)
+    assert_exact(warm, sighted.cold(following))

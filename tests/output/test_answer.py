@@ -1,6 +1,7 @@
 """One answer from its tokens: deltas, stop strings, the one allowed call, counts and finish reasons."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 
 from kvserve.core import (
     ContentDelta,
+    Drafted,
+    Drafting,
     Finished,
     GenerationDone,
     GenerationTiming,
@@ -95,6 +98,17 @@ def test_a_stop_string_ends_content_but_not_thinking() -> None:
     _, content, _, end = read(reader("END"), "<think>\nEND\n</think>\nsome END more")
     assert (content, end.reason, end.stop_string) == ("some ", "stop", "END")
     assert end.usage.num_completion_tokens == len("<think>\nEND\n</think>\nsome END")
+
+
+def test_drafted_tokens_are_counted_as_accepted_or_rejected() -> None:
+    """Of all sources; what was accepted behind a stop string is no token of the answer."""
+    drafting = Drafting({"prediction": Drafted(9, 6), "records": Drafted(4, 1)}, num_steps=9)
+    for said, num_accepted in (("abcdefgh", 7), ("abENDfgh", 5)):
+        answer = reader("END")
+        answer.feed(list(map(ord, said)))
+        end = answer.finish(replace(done("stop"), drafting=drafting))[-1]
+        assert isinstance(end, Finished)
+        assert (end.usage.num_accepted_tokens, end.usage.num_rejected_tokens) == (num_accepted, 6)
 
 
 def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.chains import ChainEnd, NextKey, UnfinishedKey, text_before
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import SPACE, Chain, NotACall, ParsedCall, Reader
 from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
 from kvserve.output.tool_parsers.own_text import read_own
@@ -46,7 +46,7 @@ class TypedArguments:
         self,
         name: str,
         tools: Sequence[ToolSpec],
-        draft: Draft,
+        draft: CallDraft,
         lines: OwnLines = NO_LINES,
         spelling: Spelling = JSON_SPELLING,
     ) -> None:
@@ -137,7 +137,7 @@ class TypedArguments:
 class ArgumentValue:
     """One value as it is written."""
 
-    def __init__(self, draft: Draft, types: frozenset[str], lines: OwnLines, spelling: Spelling) -> None:
+    def __init__(self, draft: CallDraft, types: frozenset[str], lines: OwnLines, spelling: Spelling) -> None:
         self._draft = draft
         self._spelling = spelling
         self._types = types

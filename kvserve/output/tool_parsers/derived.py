@@ -14,7 +14,7 @@ from functools import lru_cache
 from kvserve.core import CallParts, CallRow, CallSlot, ToolSpec
 from kvserve.output.tool_parsers import pairs
 from kvserve.output.tool_parsers.broken import CallContext, EndOfBroken
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import CallForm, NotACall, ParsedCall, Reader, Scan, skip_space
 from kvserve.output.tool_parsers.hermes import ARGUMENT_KEYS, read_arguments
 from kvserve.output.tool_parsers.json_text import json_container, read_json, write_json
@@ -119,7 +119,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> CallForm:
     def offered(tools: Sequence[ToolSpec]) -> Offered:
         return Offered(frozenset(tool.name for tool in tools), alone=is_bare(row))
 
-    def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+    def scan(tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
         return _scan(row, opened, offered(tools), draft)
 
     def broken(text: str, tools: Sequence[ToolSpec]) -> EndOfBroken:
@@ -128,10 +128,10 @@ def _form(row: CallRow, tag: str, *, opened: str) -> CallForm:
         opens = [tag] if re.fullmatch(TAG, tag) else []
         return EndOfBroken(text, CallContext(ends, opens, fences, calls, names, firsts))
 
-    def follow(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
+    def follow(word: str, tools: Sequence[ToolSpec], draft: CallDraft) -> Scan | None:
         return _follow(_behind(row, offered(tools).odd), word, offered(tools), draft)
 
-    def follow_closed(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
+    def follow_closed(word: str, tools: Sequence[ToolSpec], draft: CallDraft) -> Scan | None:
         return _follow(_behind(row, offered(tools).odd, is_closed=True), word, offered(tools), draft)
 
     return CallForm(
@@ -149,7 +149,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> CallForm:
     )
 
 
-def _follow(follows: _Behind, word: str, offered: Offered, draft: Draft) -> Scan | None:
+def _follow(follows: _Behind, word: str, offered: Offered, draft: CallDraft) -> Scan | None:
     """Reads on behind `word`; None where that is the end of the calls."""
     if word == "," and follows.takes_members:
         return _behind_members(follows, offered, draft)
@@ -277,7 +277,7 @@ def _without_members(parts: CallParts) -> CallParts:
 # --- scans ------------------------------------------------------------------------------------------------------------
 
 
-def _scan(row: CallRow, opened: str, offered: Offered, draft: Draft) -> Scan:
+def _scan(row: CallRow, opened: str, offered: Offered, draft: CallDraft) -> Scan:
     """A call behind what opens it. Calls of tools that are not offered wait for one of a tool that is."""
     before: list[ParsedCall] = []
     odd = offered.odd
@@ -294,7 +294,7 @@ def _scan(row: CallRow, opened: str, offered: Offered, draft: Draft) -> Scan:
     return [*before, (yield from _arguments(found.name, draft))]
 
 
-def _follow_scan(paths: Sequence[Path], offered: Offered, draft: Draft, num_read: int, num_closing: int) -> Scan:
+def _follow_scan(paths: Sequence[Path], offered: Offered, draft: CallDraft, num_read: int, num_closing: int) -> Scan:
     """What follows a call: the next one, of whichever tool, or the end of all."""
     found = yield from lead(paths, offered, num_read, num_closing)
     if found is None:
@@ -303,7 +303,7 @@ def _follow_scan(paths: Sequence[Path], offered: Offered, draft: Draft, num_read
     return [(yield from _arguments(found.name, draft))]
 
 
-def _arguments(name: str, draft: Draft) -> Reader[ParsedCall]:
+def _arguments(name: str, draft: CallDraft) -> Reader[ParsedCall]:
     draft.open(name)
     draft.is_other = not draft.is_open
     text = yield from json_container("{", draft if draft.is_open else None)
@@ -312,7 +312,7 @@ def _arguments(name: str, draft: Draft) -> Reader[ParsedCall]:
     return ParsedCall(name, arguments)
 
 
-def _behind_members(follows: _Behind, offered: Offered, draft: Draft) -> Scan:
+def _behind_members(follows: _Behind, offered: Offered, draft: CallDraft) -> Scan:
     """Members of the call's object that no call needs, and what follows; or the next call, where a bracket of this one
     is missing."""
     char = yield from skip_space((yield))
@@ -338,14 +338,14 @@ def _sent[T](reader: Reader[T], char: str) -> Reader[T]:
         char = yield
 
 
-def _list_scan(row: CallRow) -> Callable[[Sequence[ToolSpec], Draft], Scan]:
+def _list_scan(row: CallRow) -> Callable[[Sequence[ToolSpec], CallDraft], Scan]:
     """Reads JSON behind the tag: an object or a list of them, with their members in any order."""
     own = _keys(row)
     name_key = own[0] if own is not None else "name"
     argument_keys = (*((own[1],) if own is not None else ()), *ARGUMENT_KEYS)
     tag = _LAST_TAG.search(str(row.closing[-1])) if row.closing else None
 
-    def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+    def scan(tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
         text = yield from json_container((yield from skip_space((yield))))
         try:
             value = read_json(text)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from kvserve.core import CallParts
 
 
-class Draft:
+class CallDraft:
     """The certain part of a call that a scan reads, for clients that receive it before the call is finished.
 
     Only calls of `offered` tools are opened; nothing is written before, or for other tools. The text is the JSON of a

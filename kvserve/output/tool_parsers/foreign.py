@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import END, CallForm, NotACall, ParsedCall, Scan
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import read_json, write_json
@@ -28,7 +28,7 @@ class ForeignCallForm:
         """This form for the splitter."""
         return CallForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
 
-    def _scan(self, tools: Sequence[ToolSpec], _: Draft) -> Scan:
+    def _scan(self, tools: Sequence[ToolSpec], _: CallDraft) -> Scan:
         """Read the whole text; the draft stays empty, because the parser needs all of it."""
         chars: list[str] = []
         while True:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvserve.core import JSON_SPELLING, CallRow, Spelling, ToolSpec
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 
 END = ""
 """Sent to a scan at the end of the turn; no character equals it."""
@@ -79,13 +79,13 @@ class CallForm:
 
     name: str
     open_tag: str
-    scan: Callable[[Sequence[ToolSpec], Draft], Scan]
+    scan: Callable[[Sequence[ToolSpec], CallDraft], Scan]
     stray_close: str | None = None
     inner_tags: tuple[str, ...] = ()
     close_tags: tuple[str, ...] = ()
     at_start: bool = False
     follow_tags: tuple[str, ...] = ()
-    follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
+    follow: Callable[[str, Sequence[ToolSpec], CallDraft], Scan | None] | None = None
     closed: "CallForm | None" = None
     broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
@@ -102,7 +102,7 @@ def parse_text(form: CallForm, text: str, tools: Sequence[ToolSpec]) -> list[Par
     if not body.startswith(form.open_tag):
         raise NotACall(f"no {form.open_tag}")
     body = body.removeprefix(form.open_tag)
-    scan = form.scan(tools, Draft())
+    scan = form.scan(tools, CallDraft())
     next(scan)
     for index, char in enumerate(body):
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
 from kvserve.output.tool_parsers.chains import NextKey
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import (
     CallForm,
     NotACall,
@@ -30,7 +30,7 @@ VALUE_OPEN, VALUE_CLOSE = "<arg_value>", "</arg_value>"
 _MORE = NextKey((VALUE_CLOSE, KEY_OPEN), ((KEY_CLOSE, VALUE_OPEN),))
 
 
-def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+def scan(tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
     """Reads what follows `<tool_call>`."""
     name, char = yield from _name((yield from skip_space((yield))))
     tag = yield from one_of((yield from skip_space(char)), (KEY_OPEN, CLOSE))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.chains import end_of_call
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import (
     CallForm,
     NotACall,
@@ -27,7 +27,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 _HEADS = [["name", key] for key in ARGUMENT_KEYS]
 
 
-def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+def scan(tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
     """Reads what follows `<tool_call>`."""
     text = yield from json_container((yield from skip_space((yield))), stops_at=lambda head: _opens(head, draft))
     if draft.name is not None:
@@ -40,7 +40,7 @@ def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     return read_calls(text)
 
 
-def _opens(head: str, draft: Draft) -> bool:
+def _opens(head: str, draft: CallDraft) -> bool:
     """Whether the object behind `head` holds the arguments of the call that `head` names."""
     try:
         members = read_json(f"{head}null}}")

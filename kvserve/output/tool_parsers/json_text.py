@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import END, SPACE, NotACall, Reader
 
 MAX_DEPTH = 100
@@ -30,7 +30,7 @@ _KEY = frozenset({"key", "first key"})
 
 
 def json_container(
-    char: str, draft: Draft | None = None, stops_at: Callable[[str], bool] = lambda _: False
+    char: str, draft: CallDraft | None = None, stops_at: Callable[[str], bool] = lambda _: False
 ) -> Reader[str]:
     """The text of the object or array that starts with `char`, up to its own closing bracket.
 
@@ -110,7 +110,7 @@ def _escape(text: list[str]) -> Reader[str]:
     return chr(int(digits, 16))
 
 
-def _written_string(text: list[str], draft: Draft) -> Reader[None]:
+def _written_string(text: list[str], draft: CallDraft) -> Reader[None]:
     """A string whose characters go to the draft one by one; a half of a surrogate pair waits for the other half."""
     draft.write('"')
     half = ""
@@ -137,7 +137,7 @@ def _written_string(text: list[str], draft: Draft) -> Reader[None]:
             draft.write(escaped(char))
 
 
-def _key(text: list[str], known: set[str], draft: Draft | None) -> Reader[None]:
+def _key(text: list[str], known: set[str], draft: CallDraft | None) -> Reader[None]:
     """A key, written to the draft as a whole."""
     start = len(text) - 1
     yield from _string(text)
@@ -150,7 +150,7 @@ def _key(text: list[str], known: set[str], draft: Draft | None) -> Reader[None]:
     draft.write(write_json(key))
 
 
-def _scalar(char: str, text: list[str], draft: Draft | None) -> Reader[str]:
+def _scalar(char: str, text: list[str], draft: CallDraft | None) -> Reader[str]:
     scalar: list[str] = []
     while char in _SCALAR_CHARS:
         if len(scalar) == MAX_SCALAR_CHARS:

@@ -15,7 +15,7 @@ from functools import partial
 from kvserve.core import CallParts, CallRow, PairParts, ToolSpec
 from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments
 from kvserve.output.tool_parsers.chains import ChainEnd, NextKey, text_before
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import (
     END,
     NOT_IN_KEYS,
@@ -165,17 +165,17 @@ class _PairReading:
 
     # --- scans --------------------------------------------------------------------------------------------------------
 
-    def scan(self, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+    def scan(self, tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
         """Reads what follows the opening tag."""
         return (yield from self._calls(self.head, tools, draft))
 
-    def follow(self, word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
+    def follow(self, word: str, tools: Sequence[ToolSpec], draft: CallDraft) -> Scan | None:
         """Reads on behind the first tag of the next call, or of what closes the calls; None if that is all of it."""
         if self.next_call and word == self.next_call[0]:
             return self._calls(self.next_head, tools, draft, is_beside=True)
         return _closing(self.close[1:]) if self.close[1:] else None
 
-    def _calls(self, head: str, tools: Sequence[ToolSpec], draft: Draft, *, is_beside: bool = False) -> Scan:
+    def _calls(self, head: str, tools: Sequence[ToolSpec], draft: CallDraft, *, is_beside: bool = False) -> Scan:
         """A call behind `head`. Calls of tools that are not offered wait for one of a tool that is, unless one
         `is_beside` them already."""
         before: list[ParsedCall] = []

@@ -12,7 +12,7 @@ from functools import partial
 from kvserve.core import JSON_SPELLING, Spelling, ToolSpec
 from kvserve.output.tool_parsers.arguments import OwnLines, TypedArguments, write_argument
 from kvserve.output.tool_parsers.chains import NextKey, end_of_call
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import (
     CallForm,
     Chain,
@@ -31,18 +31,18 @@ PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
 _MORE = NextKey((PARAMETER_CLOSE, PARAMETER_OPEN), ((">",),))
 
 
-def _scan(spelling: Spelling, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+def _scan(spelling: Spelling, tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
     """Reads what follows `<tool_call>`."""
     yield from one_of((yield from skip_space((yield))), (FUNCTION_OPEN,))
     return (yield from _function(spelling, tools, (FUNCTION_CLOSE, CLOSE), draft))
 
 
-def _scan_bare(spelling: Spelling, tools: Sequence[ToolSpec], draft: Draft) -> Scan:
+def _scan_bare(spelling: Spelling, tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
     """Reads what follows `<function=`."""
     return (yield from _function(spelling, tools, (FUNCTION_CLOSE,), draft))
 
 
-def _function(spelling: Spelling, tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
+def _function(spelling: Spelling, tools: Sequence[ToolSpec], closing: Chain, draft: CallDraft) -> Scan:
     name = (yield from text_until((yield), ">")).strip()
     if not name or any(char.isspace() for char in name):
         raise NotACall("no name")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import NotACall
 from kvserve.output.tool_parsers.json_text import json_container, read_json, write_json
 from tests.laws import num_examples
@@ -114,7 +114,7 @@ def spelt_objects(draw: st.DrawFn, depth: int = 2) -> str:
 def test_a_draft_gets_what_is_read_as_it_is_written_again(text: str) -> None:
     """However an object is spelt, the draft has the spelling of `write_json`, but for the last bracket, and a
     beginning of that at any place."""
-    draft = Draft(["f"])
+    draft = CallDraft(["f"])
     draft.open("f")
     scan = json_container(text[0], draft)
     next(scan)

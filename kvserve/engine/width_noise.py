@@ -1,0 +1,94 @@
+"""How far the logits of a pass over several tokens are from those of passes over one: nothing with some libraries,
+rounding with others, as matrices of another height have another kernel. Then a greedy answer with drafts may part from
+the one without where two tokens are nearly as likely. It knows arrays and a model's module, no request.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvserve.engine.kv_buffers import held_arrays
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS
+
+NUM_TOKENS = 256
+WIDTHS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class WidthNoise:
+    """Passes of `width` tokens beside plain steps: the largest difference of a logit, and after how many of
+    `num_tokens` tokens another one is the likeliest."""
+
+    width: int
+    max_difference: float
+    num_other: int
+    num_tokens: int
+
+
+def find_width_noise(
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], num_tokens: int = NUM_TOKENS
+) -> tuple[WidthNoise, ...]:
+    """Put a greedy answer of so many tokens through the model one by one, and in passes of each width. Where the first
+    of them are the same to the bit in every width the others are not computed."""
+    token, step_caches, stepped = mx.array([[1]]), new_caches(), list[mx.array]()
+    caches = {width: new_caches() for width in WIDTHS}
+    found = {width: WidthNoise(width, 0.0, 0, 0) for width in WIDTHS}
+    for _ in range(0, num_tokens, MAX_PASS_TOKENS):
+        tokens, stepped = [], []
+        for _ in range(MAX_PASS_TOKENS):
+            logits = module(token, cache=step_caches)[0, -1]
+            mx.eval(logits, held_arrays(step_caches))
+            tokens.append(int(token.item()))  # type: ignore[arg-type]
+            stepped.append(logits)
+            token = mx.argmax(logits)[None, None]
+        expected = mx.stack(stepped).astype(mx.float32)
+        for width in WIDTHS:
+            passed = _passed(module, caches[width], tokens, width).astype(mx.float32)
+            found[width] = _with(found[width], passed, expected)
+        if all(noise.max_difference == 0 for noise in found.values()):
+            break
+    return tuple(found.values())
+
+
+def agreeing_width(noises: Sequence[WidthNoise]) -> int:
+    """The widest pass whose logits, and those of all narrower ones, are those of plain steps to the bit."""
+    width = 1
+    for noise in sorted(noises, key=lambda each: each.width):
+        if noise.max_difference > 0:
+            break
+        width = noise.width
+    return width
+
+
+def told(noises: Sequence[WidthNoise], *, is_exact: bool) -> str:
+    """What a person reads of it."""
+    if not any(noise.max_difference for noise in noises):
+        return "Drafts: passes of several tokens have the logits of single steps, to the bit."
+    worst = max(noises, key=lambda each: each.max_difference)
+    said = (
+        f"Drafts: logits of a pass of {worst.width} tokens are up to {worst.max_difference:.1e} from those of single "
+        f"steps; another token is the likeliest after {worst.num_other} of {worst.num_tokens}."
+    )
+    return f"{said} So a pass has at most {agreeing_width(noises)} tokens." if is_exact else said
+
+
+def _passed(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int], width: int) -> mx.array:
+    """Logits (tokens, vocabulary) of passes of so many tokens."""
+    parts = []
+    for start in range(0, len(tokens), width):
+        parts.append(module(mx.array([list(tokens[start : start + width])]), cache=caches)[0])
+        mx.eval(parts[-1], held_arrays(caches))
+    return mx.concatenate(parts)
+
+
+def _with(noise: WidthNoise, found: mx.array, expected: mx.array) -> WidthNoise:
+    difference = mx.where(found == expected, 0, mx.abs(found - expected)).max()
+    is_other = mx.argmax(found, axis=-1) != mx.argmax(expected, axis=-1)
+    return WidthNoise(
+        noise.width,
+        max(noise.max_difference, float(difference.item())),  # type: ignore[arg-type]
+        noise.num_other + int(is_other.sum().item()),  # type: ignore[arg-type]
+        noise.num_tokens + len(found),
+    )
