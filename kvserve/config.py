@@ -42,6 +42,9 @@ class Settings(BaseSettings):
     chat_template: Path | None = Field(
         None, description="A file in Jinja that stands for the chat template of MODEL_PATH's model; read at the start."
     )
+    draft_model: Path | None = Field(
+        None, description="Folder of a small model of the same tokenizer that drafts for the model (speculation)."
+    )
     model_family: ModelFamily = Field("auto", description="Which tool-call and thinking form is tried first.")
     model_strict: bool = Field(False, description="Refuse a `model` that is no model here and no alias.")
     model_aliases: NameList = Field(

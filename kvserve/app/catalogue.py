@@ -43,11 +43,12 @@ class TemplateFile:
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model on this machine: the name that its answers carry, its folder, and the chat template that stands for the
-    folder's, if one does."""
+    folder's, if one does. `is_default`: it is MODEL_PATH's, or the demo's."""
 
     name: str
     folder: Path
     chat_template: TemplateFile | None = None
+    is_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)

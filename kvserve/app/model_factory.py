@@ -16,6 +16,7 @@ from pathlib import Path
 import llguidance
 
 from kvserve.app.catalogue import ModelSource
+from kvserve.app.draft_choice import all_weight_file_bytes, draft_folder
 from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
@@ -24,7 +25,7 @@ from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.fingerprint import records_fingerprint
 from kvserve.engine.memory import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
-from kvserve.engine.model_files import FileStamps, check_weights, differing, file_stamps, weight_file_bytes
+from kvserve.engine.model_files import FileStamps, check_weights, differing, file_stamps
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
@@ -105,7 +106,7 @@ class ModelFactory:
             )
         bounds = output_format.thinking_bounds
         sizes = expected_sizes(folder, self.settings.max_kv_size)
-        engine = self._new_engine(folder, tokenizer)
+        engine = self._new_engine(source, tokenizer)
         identity = replace(self.identity, limits=limits)
         drafts = self._draft_texts(engine, folder)
         conversations = self._conversations(engine, source, identity)  # last: its file is open from here on
@@ -135,7 +136,7 @@ class ModelFactory:
         from goes: a model that is not loaded has no account of memory."""
         if served.drafts is not None:
             served.drafts.clear()
-        engine = self._new_engine(source.folder, served.tokenizer)
+        engine = self._new_engine(source, served.tokenizer)
         drafts = self._draft_texts(engine, source.folder)
         self._keep_records(engine, source, served.conversations)
         engine.count("records", lambda: served.conversations.totals().num_bytes)
@@ -210,14 +211,14 @@ class ModelFactory:
         """With as much memory for records as a model of this size leaves, where the operator has not decided."""
         if self.settings.session_records_max_bytes is not None:
             return self.identity
-        plan = plan_memory(memory_bytes(), weight_file_bytes(folder))
+        plan = plan_memory(memory_bytes(), all_weight_file_bytes(self.settings, folder))
         return replace(self.identity, limits=replace(self.identity.limits, max_bytes=plan.records_bytes))
 
     def _draft_texts(self, engine: Engine, folder: Path) -> DraftTexts | None:
         """What next tokens are drafted from, in the model's ledger; None where nothing is drafted."""
         if self.settings.speculation == "off":
             return None
-        drafts = DraftTexts(plan_memory(memory_bytes(), weight_file_bytes(folder)).draft_bytes)
+        drafts = DraftTexts(plan_memory(memory_bytes(), all_weight_file_bytes(self.settings, folder)).draft_bytes)
         engine.count("drafts", lambda: drafts.num_bytes)
         return drafts
 
@@ -279,15 +280,17 @@ class ModelFactory:
             min_free_bytes=self.settings.disk_cache_min_free_bytes,
         )
 
-    def _new_engine(self, folder: Path, tokenizer: Tokenizer) -> Engine:
+    def _new_engine(self, source: ModelSource, tokenizer: Tokenizer) -> Engine:
+        """Raises ModelLoadError where the model that is to draft cannot."""
+        drafts, settings = draft_folder(self.settings, source, tokenizer, self.note), self.settings
         engine = Engine(
-            folder,
-            replace(engine_settings(self.settings, self.disk_cache), blas=self.blas),
+            source.folder,
+            replace(engine_settings(settings, self.disk_cache), blas=self.blas, draft_folder=drafts),
             grammar_tokenizer=_grammar_tokenizer(tokenizer),
             report=self.report,
             note=self.note,
         )
-        engine.digest.expected = self.described[folder]
+        engine.digest.expected = self.described[source.folder]
         return engine
 
 

@@ -382,5 +382,6 @@ def engine_fields(pool: ModelPoolStatus, *, default_name: str) -> JsonObject:
         "is_prefix_cached": support.can_keep if support else None,
         "images": support.image_rule if support else None,
         "weights": asdict(engine.digest) if engine else None,
+        "draft_model": asdict(engine.draft_model) if engine and engine.draft_model is not None else None,
         "memory": memory_body(engine.memory) if engine and engine.memory is not None else None,
     }

@@ -39,7 +39,8 @@ from kvserve.config import Launch
 from kvserve.core import JsonObject, TokenSequence, Turn
 from kvserve.core.keeping import Scope
 from kvserve.engine.caches_seen import note_code
-from kvserve.engine.model import expected_sizes, fetched_folder
+from kvserve.engine.hub import fetched_folder
+from kvserve.engine.model import expected_sizes
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.warming import Warming
 from kvserve.errors import ModelLoadError, NotReady, RequestError
@@ -141,7 +142,7 @@ class Server:
         self._find_demo()
         self._start_proxy()
         with self._terminal.loading(self._model_name):
-            default = ModelSource(self._model_name, self._model_folder(), self._chat_template)
+            default = ModelSource(self._model_name, self._model_folder(), self._chat_template, is_default=True)
             disk = Disk(cached_folder, is_model_folder)
             names = catalogue_settings(self._settings, self._listed_model_id)
             served = self._pool.start(Catalogue(default, names, disk), stopping)

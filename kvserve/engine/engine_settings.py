@@ -35,7 +35,8 @@ class DiskSettings:
 class EngineSettings:
     """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
     `wired_bytes`: 0 wires nothing, None what weights and KV take. `blas` tells what stands before MLX's own BLAS, and
-    the variables that choose kernels of both, from others."""
+    the variables that choose kernels of both, from others. `draft_folder` has the model
+    that drafts; None: none does."""
 
     max_kv_size: int
     max_concurrent_requests: int
@@ -55,6 +56,7 @@ class EngineSettings:
     warming: WarmSettings = WarmSettings()
     drafts: DraftSettings = DraftSettings()
     blas: str = ""
+    draft_folder: Path | None = None
 
     def memory_plan(self, model: LoadedModel) -> MemoryPlan:
         """How the memory that this model's weights leave is divided."""
@@ -64,7 +66,11 @@ class EngineSettings:
             records_bytes=self.records_bytes,
             image_feature_bytes=self.image_feature_bytes,
         )
-        return plan_memory(memory_bytes(), model.weight_bytes, wanted)
+        plan = plan_memory(memory_bytes(), model.all_weight_bytes, wanted)
+        if (draft := model.draft) is None:
+            return plan
+        kept, drafted = (sizes.kept(0, USUAL_ROW_TOKENS) for sizes in (model.sizes, draft.sizes))
+        return plan.with_draft(drafted / (kept + drafted))
 
     def budget(self, model: LoadedModel) -> Budget:
         """How many rows of this model may compute at the same time, and how long they may be."""
@@ -73,7 +79,25 @@ class EngineSettings:
         )
 
 
+USUAL_ROW_TOKENS = 8192
+"""The memory for KV holds about as many tokens of the model as of the one that drafts, in rows of this length."""
+
 type EngineState = Literal["loading", "ready", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStatus:
+    """The draft model: its folder's name, bytes of its KV in RAM and on disk, and of the tokens that rows needed those
+    found in its cache and those computed. `drawn_share` of its drafts is drawn, as far as is known; `is_used`: it saves
+    time."""
+
+    name: str
+    ram_bytes: int
+    disk_bytes: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    drawn_share: float
+    is_used: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +114,4 @@ class EngineStatus:
     held_bytes: tuple[int, int] = (0, 0)
     digest: DigestStatus = DigestStatus()
     memory: MemoryReport | None = None
+    draft_model: DraftStatus | None = None

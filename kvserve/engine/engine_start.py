@@ -23,12 +23,15 @@ from kvserve.cache.forget_users import IsForgotten
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
+from kvserve.engine.draft_model import DraftModel, refuse_unfit
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
+from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
@@ -38,6 +41,9 @@ from kvserve.errors import ModelLoadError, NotReady
 
 FOLDER_NAME_DIGITS = 32
 CLOSE_SECONDS = 5.0
+DRAFTS = "drafts"
+"""In the name of what a draft model keeps on disk: a model that is served and drafts has two writers in one process,
+and each has a folder of its own."""
 
 type EngineCall = Callable[[Scheduler | None], None]
 """Something that another thread wants done on the engine thread; None means that it will not be done any more."""
@@ -74,6 +80,7 @@ class EngineStart:
         self._note = note
         self._wired = WiredLimit()
         self._found_cache_limit: int | None = None
+        self._draft_digest = self._digest_of(settings.draft_folder) if settings.draft_folder is not None else None
         self.outside: dict[Account, Callable[[], int]] = {}
         self.ledger: MemoryLedger | None = None
         self.can_draft = False
@@ -83,10 +90,11 @@ class EngineStart:
         Raises whatever fails."""
         mx.clear_cache()  # buffers of a model that was here before
         self._digest.begin()
-        look = self._look()
-        model = load(self._folder, self._settings.max_kv_size, self._settings.kv, look.probed)
-        support, plan = look.support or check_caches(model), self._settings.memory_plan(model)
-        notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, plan))
+        draft, draft_look = self._loaded_draft()
+        model, look = self._loaded(self._folder, self._settings.kv, self._digest)
+        support, model = model.cache_support, replace(model, draft=draft)
+        plan = self._settings.memory_plan(model)
+        notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.all_weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
         model = with_images_tried(model, plan.image_feature_bytes)
         self._digest.confirm()
@@ -98,17 +106,57 @@ class EngineStart:
             for line in drafts.notes:
                 self._note(line)
         scheduler.cache.begin_anew()
-        self._open_disk(scheduler.cache, model)
+        self._open_disk(scheduler.cache, model, self._settings.kv, self._digest, plan)
         look.remember(model, support)
+        if scheduler.draft_model is not None and draft is not None and draft_look is not None:
+            self._begin_drafts(scheduler.draft_model, draft, draft_look, plan)
         return model, scheduler
 
-    def _look(self) -> CacheLook:
+    def _loaded(self, folder: Path, kv: KvSettings, digest: ModelDigest) -> tuple[LoadedModel, CacheLook]:
+        """The model in a folder, with what its caches allow."""
+        look = self._look(folder, kv, digest)
+        model = load(folder, self._settings.max_kv_size, kv, look.probed)
+        return replace(model, cache_support=look.support or check_caches(model)), look
+
+    def _loaded_draft(self) -> tuple[LoadedModel | None, CacheLook | None]:
+        """The model that drafts, in full precision: it is small. Raises ModelLoadError where it cannot."""
+        folder, digest = self._settings.draft_folder, self._draft_digest
+        if folder is None or digest is None:
+            return None, None
+        digest.begin()
+        model, look = self._loaded(folder, FULL_PRECISION, digest)
+        refuse_unfit(model, str(folder))
+        digest.confirm()
+        return model, look
+
+    def _begin_drafts(self, draft_model: DraftModel, model: LoadedModel, look: CacheLook, plan: MemoryPlan) -> None:
+        """Learn what the draft model costs, and let its cache use the disk."""
+        draft_model.measure()
+        draft_model.cache.begin_anew()
+        if self._draft_digest is not None and plan.draft is not None:
+            self._open_disk(draft_model.cache, model, FULL_PRECISION, self._draft_digest, plan.draft, (DRAFTS,))
+        look.remember(model, model.cache_support)
+
+    def _digest_of(self, folder: Path) -> ModelDigest:
+        """What finds out which model is in a folder beside the target's."""
+        disk = self._settings.disk
+        outlives = disk is not None and not disk.is_ephemeral
+        memory = DigestMemory(disk.folder, self._report, self._note) if disk is not None and outlives else None
+        return ModelDigest(folder, memory, self._report, self._note)
+
+    def stop_reading(self, timeout_seconds: float = 0.0) -> None:
+        """Read no further to know the models. Idempotent, from any thread."""
+        self._digest.stop(timeout_seconds)
+        if self._draft_digest is not None:
+            self._draft_digest.stop(timeout_seconds)
+
+    def _look(self, folder: Path, kv: KvSettings, digest: ModelDigest) -> CacheLook:
         """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
-        disk, kv = self._settings.disk, self._settings.kv
+        disk = self._settings.disk
         if disk is None or disk.is_ephemeral:
-            return CacheLook(None, self._digest, self._folder, lambda: None)
+            return CacheLook(None, digest, folder, lambda: None)
         memory = CachesSeen(disk.folder, self._report, self._note)
-        return CacheLook(memory, self._digest, self._folder, partial(surroundings, kv, self._settings.blas))
+        return CacheLook(memory, digest, folder, partial(surroundings, kv, self._settings.blas))
 
     def end(self) -> None:
         """Wire nothing any more, and let MLX hold as many freed buffers as before."""
@@ -130,8 +178,33 @@ class EngineStart:
             report=self._report,
             warming=self._settings.warming,
             send_tokens=self._send_tokens,
+            draft_model=self._new_draft_model(model, memory),
             draft_settings=self._settings.drafts,
         )
+
+    def _new_draft_model(self, model: LoadedModel, memory: MemoryLedger) -> DraftModel | None:
+        """The model that drafts for another one, with its part of the memory, which that one's ledger tells of."""
+        folder, draft, plan = self._settings.draft_folder, model.draft, memory.plan.draft
+        if folder is None or draft is None or plan is None:
+            return None
+
+        def report(line: str) -> None:
+            self._report(f"Draft model: {line}")
+
+        draft_model = DraftModel(
+            draft,
+            folder.name,
+            MemoryLedger(plan, report),
+            self._settings.cache,
+            secrets.token_hex(32),
+            max_rows=self._settings.max_concurrent_requests,
+            prefill_step_size=self._settings.prefill_step_size,
+            num_vocab_tokens=model.vocab_size,
+            warming=self._settings.warming,
+            report=report,
+        )
+        memory.open("draft_kv", lambda: draft_model.held_bytes)
+        return draft_model
 
     def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
         """The ledger of all memory that grows with work. From here on MLX holds no more freed buffers, and wires no
@@ -139,7 +212,7 @@ class EngineStart:
         plan = self._settings.memory_plan(model)
         self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
         mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
-        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.weight_bytes, plan))
+        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.all_weight_bytes, plan))
         memory = MemoryLedger(plan, self._report)
         memory.open("buffers", mx.get_cache_memory)
         if (vision := model.vision) is not None:
@@ -148,26 +221,42 @@ class EngineStart:
             memory.open(account, read)
         return memory
 
-    def _open_disk(self, cache: PrefixCache, model: LoadedModel) -> None:
+    def _open_disk(
+        self,
+        cache: PrefixCache,
+        model: LoadedModel,
+        kv: KvSettings,
+        digest: ModelDigest,
+        plan: MemoryPlan,
+        salt: Sequence[str] = (),
+    ) -> None:
         """Begin to use the disk, so late that nothing of the warm-up is kept. What outlives the process waits for a
-        name."""
+        name, in which `salt` has a part."""
         if (settings := self._settings.disk) is None:
             return
-        open_tier = partial(self._open_tier, settings, self._settings.memory_plan(model))
+        open_tier = partial(self._open_tier, settings, plan)
         if not settings.is_ephemeral:
             cache.forget_on_disk = partial(_forget_on_disk, partial(open_tier, cache.hasher))
         if model.cache_support.can_keep and settings.is_ephemeral:
             self._use_disk(cache, open_tier, is_ram_lent=True)
         elif model.cache_support.can_keep:
             cache.is_unnamed = True
-            ways = model.cache_support.cut_tokens, model.own_leaves
-            self._digest.when_known(partial(self._name, open_tier, *ways))
+            ways = kv, model.cache_support.cut_tokens, (*salt, *model.own_leaves)
+            digest.when_known(partial(self._name, cache, open_tier, *ways))
 
-    def _name(self, open_tier: OpenTier, cut_tokens: int, leaves: Sequence[str], fingerprint: str) -> None:
+    def _name(
+        self,
+        cache: PrefixCache,
+        open_tier: OpenTier,
+        kv: KvSettings,
+        cut_tokens: int,
+        leaves: Sequence[str],
+        fingerprint: str,
+    ) -> None:
         """Begin to use the disk between two steps: it is known what was loaded. On the thread that found it out."""
-        name = kv_fingerprint(fingerprint, self._settings.kv, cut_tokens, leaves)
+        name = kv_fingerprint(fingerprint, kv, cut_tokens, leaves)
         with suppress(NotReady):
-            self._put(lambda scheduler: self._use_disk(scheduler.cache, open_tier, name) if scheduler else None)
+            self._put(lambda scheduler: self._use_disk(cache, open_tier, name) if scheduler else None)
 
     def _use_disk(
         self, cache: PrefixCache, open_tier: OpenTier, fingerprint: str | None = None, *, is_ram_lent: bool = False

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import mlx.core as mx
@@ -53,7 +53,7 @@ class WantedMemory:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes that each account may hold. `kv_bytes` is for what is kept, running rows counted first; `batch_bytes` for
-    the rows that run, at their peak."""
+    the rows that run, at their peak. `draft` is what the draft model's KV may take besides, if there is one."""
 
     kv_bytes: int
     batch_bytes: int
@@ -63,6 +63,7 @@ class MemoryPlan:
     draft_bytes: int
     image_feature_bytes: int
     buffer_bytes: int
+    draft: "MemoryPlan | None" = None
 
     @property
     def pool_bytes(self) -> int:
@@ -70,11 +71,30 @@ class MemoryPlan:
         return max(self.kv_bytes, self.batch_bytes)
 
     @property
+    def all_pool_bytes(self) -> int:
+        """The same with the KV of the draft model."""
+        return self.pool_bytes + (self.draft.pool_bytes if self.draft is not None else 0)
+
+    @property
     def total_bytes(self) -> int:
         """All accounts together."""
         on_its_way = self.write_queue_bytes + self.read_ahead_bytes
         beside = on_its_way + self.records_bytes + self.draft_bytes + self.image_feature_bytes
-        return self.pool_bytes + beside + self.buffer_bytes
+        drafts = self.draft.total_bytes if self.draft is not None else 0
+        return self.pool_bytes + beside + self.buffer_bytes + drafts
+
+    def with_draft(self, share: float) -> "MemoryPlan":
+        """The same memory, of whose KV a draft model has this share."""
+        shared = (self.kv_bytes, self.batch_bytes, self.write_queue_bytes, self.read_ahead_bytes)
+        kv_bytes, batch_bytes, queue_bytes, ahead_bytes = (int(share * num_bytes) for num_bytes in shared)
+        return replace(
+            self,
+            kv_bytes=self.kv_bytes - kv_bytes,
+            batch_bytes=self.batch_bytes - batch_bytes,
+            write_queue_bytes=self.write_queue_bytes - queue_bytes,
+            read_ahead_bytes=self.read_ahead_bytes - ahead_bytes,
+            draft=MemoryPlan(kv_bytes, batch_bytes, queue_bytes, ahead_bytes, 0, 0, 0, 0),
+        )
 
 
 def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = WantedMemory()) -> MemoryPlan:
@@ -115,8 +135,19 @@ def memory_bytes() -> int:
 
 
 Account = Literal[
-    "live", "copies", "kept", "write_queue", "read_ahead", "records", "drafts", "image_features", "buffers"
+    "live",
+    "copies",
+    "kept",
+    "write_queue",
+    "read_ahead",
+    "records",
+    "drafts",
+    "image_features",
+    "buffers",
+    "draft_kv",
 ]
+
+KV_ACCOUNTS: tuple[Account, ...] = ("live", "copies", "kept", "write_queue", "read_ahead")
 
 QUIET_SECONDS = 30.0
 """A bound that nothing met for so long is not pressed any more: rows come and go faster than a person reads."""
@@ -211,6 +242,11 @@ class MemoryLedger:
         kept = self.held("kept") if kept_bytes is None else kept_bytes
         return self.reserved_bytes + kept + num_bytes <= self.plan.pool_bytes
 
+    @property
+    def all_kv_bytes(self) -> int:
+        """Bytes of all KV in memory, wherever it is on its way."""
+        return sum(self.held(account) for account in KV_ACCOUNTS)
+
     def report(self) -> MemoryReport:
         """A look at all of it."""
         plan = self.plan
@@ -225,6 +261,8 @@ class MemoryLedger:
             "image_features": plan.image_feature_bytes,
             "buffers": plan.buffer_bytes,
         }
+        if plan.draft is not None:
+            bounds = {**bounds, "draft_kv": plan.draft.total_bytes}
         accounts = {account: Held(self.held(account), max_bytes) for account, max_bytes in bounds.items()}
         total = sum(each.num_bytes for each in accounts.values())
         return MemoryReport(accounts, total, plan.total_bytes, self.pressures())

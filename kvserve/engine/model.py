@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -95,7 +93,6 @@ type Looking = Callable[[str, Callable[[], Probed]], Probed]
 """Is told how a model that was just loaded is built, and what finds the rest out by passes, which it need not call."""
 
 
-_HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 _PROBE_TOKENS = 16
 
 COPIED_LAYERS = 1.5
@@ -129,7 +126,8 @@ class LoadedModel:
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
     `kv_notes` tell a person what of the KV is not quantised although it should be. `vision` is what a vision model sees
     with, `vision_note` what a person should know of it. `leaf_forms` say how each leaf of a row's caches is kept, as
-    classes say where they could not be looked at (`leaf_trouble`): then nothing is kept.
+    classes say where they could not be looked at (`leaf_trouble`): then nothing is kept. `draft` is the model that
+    drafts for it, if one does.
     """
 
     module: Module
@@ -146,6 +144,12 @@ class LoadedModel:
     vision_note: str = ""
     leaf_forms: tuple[LeafForm, ...] | None = None
     leaf_trouble: str = ""
+    draft: "LoadedModel | None" = None
+
+    @property
+    def all_weight_bytes(self) -> int:
+        """Bytes of the weights, with those of the model that drafts."""
+        return self.weight_bytes + (self.draft.weight_bytes if self.draft is not None else 0)
 
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
@@ -193,23 +197,6 @@ class LoadedModel:
             return None
         decoder: Any = self.module
         return RowImages.of(request, has_positions=decoder.has_positions)
-
-
-def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
-    """The snapshot of a hub name, downloaded when absent. Raises ModelLoadError when there is no such name, or the hub
-    cannot be reached."""
-    try:
-        try:
-            return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS, local_files_only=True))
-        except LocalEntryNotFoundError:
-            note(f"{model_path} is not on this machine yet: downloading it from the hub.")
-            return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(
-            f"MODEL_PATH={model_path!r} is neither a local folder nor a model that could be fetched from the hub "
-            f"({reason}). Check the name and the network, or give the path of a local folder."
-        ) from error
 
 
 def check_folder(folder: Path) -> None:

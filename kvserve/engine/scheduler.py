@@ -9,7 +9,6 @@ carried out. Everything here belongs to the engine thread.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 
 from kvserve.engine.admission import Admission, Budget
@@ -18,6 +17,7 @@ from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import DecodeResult, ExtractedRow
+from kvserve.engine.draft_model import DraftModel
 from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings, DraftSupport
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
@@ -26,6 +26,7 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.turn_order import TurnOrder
+from kvserve.engine.upkeep import EngineUpkeep
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
@@ -47,6 +48,7 @@ class Scheduler:
         report: Callable[[str], None],
         warming: WarmSettings,
         send_tokens: Callable[[], None] = lambda: None,
+        draft_model: DraftModel | None = None,
         draft_settings: DraftSettings = DEFAULT_DRAFTS,
     ) -> None:
         """Beside prompts streams have `stream_share` of the time. `send_tokens` is called whenever tokens that wait may
@@ -64,6 +66,8 @@ class Scheduler:
         self._cache_leases = CacheLeases(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
+        self.draft_model = draft_model
+        self.upkeep = EngineUpkeep(model, cache, self.warmer, self._memory, draft_model, self._account)
         self._prefills = PrefillPool(model, self._chunk_length)
         self._turn_order = TurnOrder(
             cache, self._admission, self._waiting_for_prefix, self._prefills, self._pool, stream_share=stream_share
@@ -95,6 +99,8 @@ class Scheduler:
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; work ahead of requests makes way."""
         self.warmer.pause()
+        if self.draft_model is not None:
+            self.draft_model.add(row)
         self._rows.append(row)
         self._turn_order.queue(row)
 
@@ -110,12 +116,12 @@ class Scheduler:
         self._compute(self._turn_order.next_work() if is_changed else plan.work)
         self._pool.settle()
         self._cache_leases.keep_long_answers(self._pool, self._send_tokens)
-        self.cache.give_ram_back()
+        self.upkeep.give_ram_back()
 
     def _look_around(self) -> None:
         """Deal with what has changed since the last tick, before any row enters."""
         if not self.is_idle:
-            self.warmer.note_busy()
+            self.upkeep.note_busy()
         if not self._is_only_decoding:
             self._send_tokens()
         self._account()
@@ -142,49 +148,32 @@ class Scheduler:
 
     def sweep(self) -> None:
         """Evict what has outlived its time, also while no request comes."""
-        self._account()
-        self.cache.make_room()
-        self.cache.kv_room.evict_rest(to_its_end=True)
-        self.cache.kv_room.memory.look()
-        self.cache.warmed.look()
+        self.upkeep.sweep()
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
-        self._account()
-        return self.cache.do_disk_work() or self._memory.with_second_try(self.cache.coalesce) or self.warmer.step()
+        return self.upkeep.do_idle_work()
 
     def seconds_to_rest(self, at_most: float) -> float:
         """How long an idle engine may wait before it looks at work ahead of requests."""
-        due = self.warmer.seconds_until_due()
-        return at_most if due is None else min(due, at_most)
+        return self.upkeep.seconds_to_rest(at_most)
 
     def report(self) -> CacheReport:
         """What is kept and was done, also ahead of requests."""
-        return replace(self.cache.report(), warming=self.warmer.report())
-
-    def clear(self) -> None:
-        """Forget everything that is kept; running rows continue."""
-        self.warmer.drop_all("cleared")
-        self.cache.empty()
-        self._forget_images()
+        return self.upkeep.report()
 
     def forget(self, is_forgotten: Callable[[str], bool]) -> ForgottenKv:
         """Forget what only the requests of these owners used; those under way continue, and nothing of them is kept."""
-        self.warmer.forget(is_forgotten)
         for row in self._rows:
             row.is_forgotten |= is_forgotten(row.request.owner)
         self._waiting_for_prefix.forget()
-        self._forget_images()
-        return self.cache.forget(is_forgotten)
-
-    def _forget_images(self) -> None:
-        """The features that a vision tower keeps have no owners: all are dropped."""
-        if self._model.vision is not None:
-            self._model.vision.tower.clear()
+        return self.upkeep.forget(is_forgotten)
 
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: none of them will continue."""
         self.warmer.drop_all("shutdown")
+        if self.draft_model is not None:
+            self.draft_model.keep_running()
         for prefill in list(self._prefills):
             self._prefills.remove(prefill.row)
             with self._cache_leases.in_transit(prefill.row):
@@ -200,6 +189,8 @@ class Scheduler:
         rows = [row for row in self._rows if not row.is_over]
         self._rows.clear()
         self.warmer.drop_all("the engine begins anew")
+        if self.draft_model is not None:
+            self.draft_model.drop_rows(is_cache_kept=is_last)
         self._pool.discard()
         self._prefills.discard()
         self._turn_order.clear()
@@ -388,9 +379,11 @@ class Scheduler:
         """Release a row; with `left` its KV is kept up to the last whole token."""
         self._forget_ended()
         if row.is_forgotten:
-            self._forget_images()
+            self.upkeep.forget_images()
         self._account()
         self._cache_leases.release(row, left)
+        if self.draft_model is not None:
+            self.draft_model.release(row, is_answer_kept=left is not None)
 
     def _forget_ended(self) -> None:
         """Let go of rows that are over: a request has its pictures as they were sent, and an idle engine holds none."""

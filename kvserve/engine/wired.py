@@ -21,7 +21,7 @@ _GENERATE: Any = import_module("mlx_lm.generate")  # the package has a function 
 
 def wired_bytes(wanted: int | None, weight_bytes: int, plan: MemoryPlan) -> int:
     """The limit: what the operator says or, for None, weights, all KV and the buffers that chunks compute in."""
-    return wanted if wanted is not None else weight_bytes + plan.pool_bytes + plan.buffer_bytes
+    return wanted if wanted is not None else weight_bytes + plan.all_pool_bytes + plan.buffer_bytes
 
 
 class WiredLimit:

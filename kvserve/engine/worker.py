@@ -27,6 +27,7 @@ from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, Th
 from kvserve.engine.memory import Account
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_digest import ModelDigest
+from kvserve.engine.model_drafter import ComposedDrafter
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
@@ -116,6 +117,7 @@ class Engine:
             held_bytes=scheduler.cache.held_bytes() if scheduler else (0, 0),
             digest=self.digest.status,
             memory=memory.report() if (memory := self._start.ledger) is not None else None,
+            draft_model=draft.status() if scheduler and (draft := scheduler.draft_model) is not None else None,
         )
 
     @property
@@ -136,6 +138,8 @@ class Engine:
         model = self.wait_until_ready(0)
         self._check(request, model)
         request = self._within_memory(request, model)
+        if model.draft is not None and request.drafter is not None:
+            request = replace(request, drafter=ComposedDrafter(request.drafter))
         constraints = self._constraints(request, model)
         logprobs = LogprobReader(request.num_top_logprobs) if request.num_top_logprobs is not None else None
         with self._lock:
@@ -168,7 +172,7 @@ class Engine:
         warming = Warming(job)
         try:
             self.wait_until_ready(0)
-            self._put(lambda scheduler: scheduler.warmer.add(warming) if scheduler else warming.drop("shutdown"))
+            self._put(lambda scheduler: scheduler.upkeep.warm(warming) if scheduler else warming.drop("shutdown"))
         except (NotReady, ModelLoadError):
             warming.drop("not ready")
         return warming
@@ -183,11 +187,11 @@ class Engine:
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
         """Forget what serves only this conversation and these owners, on disk too. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.cache.discard(tokens, is_owner))
+        self._ask(lambda scheduler: scheduler.upkeep.discard(tokens, is_owner))
 
     def clear_cache(self) -> None:
         """Forget everything that is kept, on disk too; running rows continue. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.clear())
+        self._ask(lambda scheduler: scheduler.upkeep.clear())
 
     def forget(self, owners: Callable[[str], bool]) -> ForgottenKv:
         """Forget what only the requests of these owners used, in RAM and on disk; it waits for the disk, and where that
@@ -239,7 +243,7 @@ class Engine:
         how many bytes it has written, and of how many there are.
         """
         self._stopping.set()
-        self.digest.stop()
+        self._start.stop_reading()
         self._inbox.put(None)
         if self._thread.ident is None:
             return
@@ -304,15 +308,17 @@ class Engine:
                 self._keep_on_disk()
                 self._end_all_rows()
                 if self._scheduler is not None:
-                    if self._scheduler.cache.close_disk(FLUSH_SECONDS):
+                    if self._scheduler.upkeep.close_disk(FLUSH_SECONDS):
                         self._flush = NOTHING_TO_FLUSH
                     self._scheduler.cache.clear()
+                    if self._scheduler.draft_model is not None:
+                        self._scheduler.draft_model.cache.clear()
                 self._model = self._scheduler = None
                 self._start.end()
         finally:
             self._loaded.set()
             self._dispatcher.stop()
-            self.digest.stop(DIGEST_STOP_SECONDS)
+            self._start.stop_reading(DIGEST_STOP_SECONDS)
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
     def _load(self) -> None:
@@ -335,7 +341,7 @@ class Engine:
             self._is_flushing.set()
             self._dispatcher.send()
             self._scheduler.keep_running()
-            self._flush = self._scheduler.cache.begin_flush()
+            self._flush = self._scheduler.upkeep.begin_flush()
 
     def _serve(self, scheduler: Scheduler) -> None:
         """The loop. A defect that no row can be blamed for ends all rows; the model stays loaded."""

@@ -19,8 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from kvserve.core import Drafted, JsonObject
 from kvserve.requests.request_facts import RequestFacts
 
-PREFIX = "kvserve_"
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+PREFIX, CONTENT_TYPE = "kvserve_", CONTENT_TYPE_PLAIN_0_0_4
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -308,6 +307,7 @@ ACCOUNTS = (
     ("drafts", "Tokens that next ones are drafted from"),
     ("image_features", "What a vision tower made of images"),
     ("buffers", "Freed buffers that MLX holds"),
+    ("draft_kv", "KV of the draft model"),
 )
 
 

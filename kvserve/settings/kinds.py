@@ -272,6 +272,7 @@ DEFAULTS: Mapping[str, Any] = {
 KINDS: Mapping[str, Kind] = {
     "model_path": _TEXT,
     "chat_template": _FILE,
+    "draft_model": _FOLDER,
     "model_family": _choice(get_args(ModelFamily), _words(get_args(ModelFamily))),
     "model_strict": _SWITCH,
     "model_aliases": Kind(_aliases, f"name=model pairs, by comma; {_HOMELESS}"),

@@ -95,6 +95,7 @@ def refuse_unusable_start(
         (sys.platform == "linux", refuse_absent_library, ("blas_library",)),
         (True, refuse_unusable_address, ("mlx_host", "mlx_port")),
         (demo is None, refuse_unusable_model, ("model_path",)),
+        (True, refuse_unusable_draft_model, ("draft_model",)),
         (True, partial(_refuse_demo_nowhere, demo), ("state_dir",)),
         (writes_kv, refuse_unusable_folder, ("disk_cache_dir",)),
         (with_proxy, _refuse_proxy_nowhere, ("proxy_port", "state_dir")),
@@ -214,6 +215,18 @@ def refuse_unusable_model(model_path: str) -> None:
             read_config(folder)
         except ModelLoadError as error:
             raise ModelLoadError(f"MODEL_PATH={model_path!r} cannot be served: {error} {_MODELS}") from None
+
+
+def refuse_unusable_draft_model(folder: Path | None) -> None:
+    """Raises SettingError for what is not a folder with a model's config; None names none."""
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        raise SettingError("DRAFT_MODEL", str(folder), "a folder that is there")
+    try:
+        read_config(folder)
+    except ModelLoadError as error:
+        raise SettingError("DRAFT_MODEL", str(folder), f"a folder with a model ({error})") from None
 
 
 def local_folder(model_path: str) -> Path | None:

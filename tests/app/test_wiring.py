@@ -129,7 +129,7 @@ KEPT_ELSEWHERE = {
     # where a request's KV is: tests/test_tenant_isolation.py
     "TENANT_ISOLATION",
     # what the process itself acts on: tests/app/, tests/warming/
-    *("MODEL_PATH", "CHAT_TEMPLATE", "MODEL_FAMILY"),
+    *("MODEL_PATH", "CHAT_TEMPLATE", "DRAFT_MODEL", "MODEL_FAMILY"),
     *("PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES", "BLAS_LIBRARY"),
 }
 

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from kvserve.engine.model import check_folder, fetched_folder, load
+from kvserve.engine.hub import fetched_folder
+from kvserve.engine.model import check_folder, load
 from kvserve.errors import ModelLoadError
 from tests.engine.engines import FAMILIES, of_each_kind
 from tests.models import tiny_model

@@ -105,7 +105,9 @@ def test_an_alias_has_a_name_and_a_model(pair: str) -> None:
     assert aliases_in(("a = b", "c*=~/m")) == {"a": "b", "c*": "~/m"}
 
 
-@pytest.mark.parametrize("name", ["disk_cache_dir", "state_dir", "log_root", "model_folders", "chat_template"])
+@pytest.mark.parametrize(
+    "name", ["disk_cache_dir", "state_dir", "log_root", "model_folders", "chat_template", "draft_model"]
+)
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "a\0b"])
 def test_a_path_that_can_be_none_is_refused(name: str, path: str) -> None:
     """As a value that cannot be used, and not by whatever stumbles over it."""
