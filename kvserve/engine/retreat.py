@@ -6,7 +6,8 @@
     stay    it holds nothing of the tokens
 
 Where one leaf is held all go back to before the pass, and the tokens that are the row's own go through the model once
-more at the beginning of its next pass. Which way a leaf of an unknown class can go is found by trying (`draft_support.py`).
+more at the beginning of its next pass. Which way a leaf of an unknown class can go is found by trying
+(`draft_support.py`).
 """
 
 from collections.abc import Sequence
