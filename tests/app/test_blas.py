@@ -379,7 +379,7 @@ def test_health_and_banner_name_the_library(tmp_path: Path, monkeypatch: pytest.
         assert under_test.app.health()[1]["blas"] == "OpenBLAS 9.8.7"
         factory, folder = under_test.app._pool._factory, tiny_model("qwen3")
         factory.described[folder] = {}
-        engine = factory._new_engine(folder, load_tokenizer(folder))
+        engine = factory._new_engine(ModelSource("model", folder), load_tokenizer(folder))
         found, environ = under_test.app._blas, under_test.app._launch.environment
         assert engine._settings.blas == what_computes(found, environ) != what_computes(None, environ)
 
