@@ -25,6 +25,7 @@ from kvserve.app.blas import (
     usable_cores,
     what_computes,
 )
+from kvserve.app.catalogue import ModelSource
 from kvserve.app.process import main
 from kvserve.errors import SettingError
 from kvserve.prompt.tokenizer import load_tokenizer
