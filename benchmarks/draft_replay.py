@@ -3,7 +3,7 @@ drafted token is right where it is the recorded one.
 
     python -m benchmarks.draft_replay [--save]
 
-Each step takes as many drafted tokens as `best_width` says with the measured passes of the demo's model on two cores.
+Each step takes as many drafted tokens as the engine would with the measured passes of the demo's model on two cores.
 The parameters of the drafter are those that fit one half of the sessions (`draft_fit.py`); the other half is the table.
 Exit status 1 where a floor is missed.
 """
@@ -25,18 +25,16 @@ from benchmarks.recordings import shared_folder
 from kvserve.core import DraftSource
 from kvserve.drafting.kept_text import TextOwner
 from kvserve.drafting.texts import DraftTexts
-from kvserve.drafting.width import best_width, seconds_of_widths
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
 
 RESULTS = Path(__file__).parent / "results" / "drafts.md"
-SECONDS_BY_WIDTH: Mapping[int, float] = {1: 0.073, 2: 0.096, 4: 0.123, 8: 0.121, 16: 0.144, 64: 0.350}
+SECONDS_BY_WIDTH: Mapping[int, float] = {1: 0.073, 2: 0.096, 4: 0.123, 8: 0.121, 16: 0.144}
 """Passes of the demo's model in float32 with OpenBLAS on two cores."""
 
 FLOORS: Mapping[str, float] = {"Claude Code": 1.5, "PI": 1.7, "mini-SWE": 2.2, "OpenHands": 2.2}
 MAX_MICROSECONDS = 50.0
 """A token, follow, propose and width together, at a hundred thousand tokens of context."""
 
-MAX_DRAFT_TOKENS = 32
-_SECONDS = seconds_of_widths(MAX_DRAFT_TOKENS + 1, SECONDS_BY_WIDTH)
 MAX_BYTES = 64 << 20
 CONTEXT_TOKENS = 100_000
 SOURCES: tuple[DraftSource, ...] = ("conversation", "records")
@@ -44,6 +42,20 @@ HEADINGS = (
     *("client", "source", "sessions", "answer tokens", "steps", "tokens a step", "faster", "steps with a draft"),
     *("drafted", "accepted", "expected", "us a token", "ms a request"),
 )
+
+
+_LENGTH = 1
+"""Passes are taken to cost the same at any length of the row."""
+
+
+def _measured() -> PassCosts:
+    costs = PassCosts()
+    for width, seconds in SECONDS_BY_WIDTH.items():
+        costs.note(width, _LENGTH, seconds)
+    return costs
+
+
+_COSTS = _measured()
 
 
 @dataclass(slots=True)
@@ -97,8 +109,8 @@ def _answer(texts: DraftTexts, owner: TextOwner, step: Step, tally: Tally) -> No
     answer, num_said = step.answer, 0
     started = time.thread_time()
     while num_said < len(answer):
-        draft = drafter.propose(MAX_DRAFT_TOKENS)
-        num_tried = best_width(draft.chances, SECONDS_BY_WIDTH) if draft is not None else 0
+        draft = drafter.propose(MAX_PASS_TOKENS - 1)
+        num_tried = _COSTS.num_worth(draft.chances, _LENGTH, 0, goes_back=False) if draft is not None else 0
         num_right = 0
         if draft is not None and num_tried > 0:
             left = answer[num_said : num_said + num_tried]
@@ -108,10 +120,14 @@ def _answer(texts: DraftTexts, owner: TextOwner, step: Step, tally: Tally) -> No
         drafter.follow(answer[num_said : num_said + num_new])
         num_said += num_new
         tally.num_steps += 1
-        tally.pass_seconds += _SECONDS[num_tried]
+        tally.pass_seconds += _seconds(num_tried + 1)
     tally.drafting_seconds += time.thread_time() - started
     tally.num_tokens += len(answer)
     texts.end(drafter)
+
+
+def _seconds(width: int) -> float:
+    return _COSTS.seconds(width, _LENGTH) or 0.0
 
 
 def _count(tally: Tally, source: DraftSource, chances: Sequence[float], num_right: int) -> None:
@@ -203,8 +219,8 @@ def report(rows: Sequence[str]) -> str:
 
 `python -m benchmarks.draft_replay --save`: recorded sessions on the tokens of {VOCABULARY}. Each answer is given
 again and a drafted token is accepted where it is the recorded one, as by a model that writes what was recorded.
-The width of a step is what `best_width` says with passes of {", ".join(map(str, SECONDS_BY_WIDTH))} tokens in
-{milliseconds} ms. The drafter's parameters were chosen by one half of the sessions (`draft_fit.py`);
+The width of a step is the engine's choice (`PassCosts.num_worth`) with passes of
+{", ".join(map(str, SECONDS_BY_WIDTH))} tokens in {milliseconds} ms. The drafter's parameters were chosen by one half of the sessions (`draft_fit.py`);
 this is the other half, and sessions that say the same are all in one half. Records are what the same client's sessions
 before it in this half said.
 

@@ -7,7 +7,6 @@ turns, and drafts that follow the longest matches in it. It knows tokens and who
     drafter.follow(...), .propose(...), .judge(...)                # on the engine thread
     texts.end(drafter)                                             # on a web thread, once the answer is over
     texts.forget(scope), texts.clear(), texts.num_bytes
-    best_width(draft.chances, seconds_by_width)                    # width.py: how many drafted tokens are worth a pass
 
 `begin` and `end` keep words: whoever calls them does so within the turn's `keeping`, and passes what it says as `keep`,
 False also where a request wants nothing kept: that one drafts from its own prompt and prediction alone. `follow` gets

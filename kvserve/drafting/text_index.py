@@ -14,6 +14,10 @@ NGRAM_TOKENS = 3
 MAX_MATCH_TOKENS = 32
 """A longer match is not told from one of this length."""
 
+MAX_CHAIN = 512
+"""So many n-grams of one slot are looked at, the newest (as zlib's `max_chain`): a text may have been made to fill one,
+and every draft looks while the device waits."""
+
 SLICE_TOKENS = 65_536
 """So many tokens are indexed at a time, so that no other thread waits long for the interpreter's lock."""
 
@@ -80,10 +84,12 @@ class TextIndex:
         self._heads[slot] = len(tokens) - 1
 
     def ends_of(self, first: int, second: int, third: int) -> Iterator[int]:
-        """Where this n-gram ends in the text, newest first."""
+        """Where this n-gram ends in the text, newest first, among the `MAX_CHAIN` newest of its slot."""
         tokens, older = self.tokens, self._older
         end = self._heads[self._slot(first, second, third)]
-        while end >= 0:
+        for _ in range(MAX_CHAIN):
+            if end < 0:
+                return
             if tokens[end] == third and tokens[end - 1] == second and tokens[end - 2] == first:
                 yield end
             end = older[end]

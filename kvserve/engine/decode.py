@@ -157,7 +157,8 @@ class DecodePool:
         group.rows[uid] = row
 
     def _may_draft(self, row: Row) -> bool:
-        return row.drafts is not None and self.draft_support.ways is not None
+        drafts = row.drafts
+        return drafts is not None and not drafts.is_given_up and self.draft_support.ways is not None
 
     def _moved(self, group: Group, *, is_drafted: bool) -> DecodeResult:
         """Let a group's only row go on in a generator of the other kind: it takes its caches along, and is handed its
@@ -314,9 +315,13 @@ class DecodePool:
             return self._break_up(group, error)
 
     def _break_up(self, group: Group, error: Exception) -> DecodeResult:
-        """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
+        """Discard a generator that raised: rows enter again from their tokens, without drafts where these may be to
+        blame; a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
+        for row in group.rows.values():
+            if row.drafts is not None:
+                row.drafts.is_given_up |= group.is_drafted
         return self._blamed(list(group.rows.values()), error)
 
     def _blamed(self, rows: list[Row], error: Exception) -> DecodeResult:

@@ -59,12 +59,18 @@ def find_draft_support(model: LoadedModel, settings: DraftSettings = DEFAULT_DRA
     """Try a model's caches, how long passes take and, where settings say so, how wide they may be."""
     costs = PassCosts(min(MAX_PASS_TOKENS, settings.max_num_tokens + 1))
     with mx.stream(generation_stream):
-        ways = finding(lambda: _proven_ways(model))
-        if isinstance(ways, Exception):
-            why_not = described(ways)
-            return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted, every token takes a pass: {why_not}.",))
-        costs.measure(model.module, model.new_caches)
-        notes = tuple(_noted(model, settings, costs)) if settings.is_on else ()
+        found = finding(lambda: _tried(model, settings, costs))
+    if isinstance(found, Exception):
+        why_not = described(found)
+        return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted, every token takes a pass: {why_not}.",))
+    return found
+
+
+def _tried(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> DraftSupport:
+    """Raises CachesDiffer where a leaf does not come back, and what the model raises."""
+    ways = _proven_ways(model)
+    costs.measure(model.module, model.new_caches)
+    notes = tuple(_noted(model, settings, costs)) if settings.is_on else ()
     return DraftSupport(ways, "", _row_bytes(model, ways), costs, notes)
 
 

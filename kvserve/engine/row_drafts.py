@@ -23,6 +23,8 @@ class RowDrafts:
     """Tokens of the answer that the drafter was told: one that was drawn and then lost with its generator too."""
     totals: dict[DraftSource, Drafted] | None = None
     seconds_saved: float = 0.0
+    is_given_up: bool = False
+    """Whether its generator broke while it had drafts: it goes on without, whoever was to blame."""
 
     def follow(self, tokens: Sequence[int], pending: int | None = None) -> None:
         """Tell the drafter what is new of prompt and answer, and of the token behind them."""

@@ -76,6 +76,13 @@ def test_a_hash_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _finds_all(TextIndex(tokens), tokens)
 
 
+def test_a_slot_that_a_text_was_made_to_fill_is_not_walked_to_its_end() -> None:
+    """The newest places are found, and no more than so many are looked at."""
+    index = TextIndex([7] * (3 * text_index.MAX_CHAIN))
+    ends = list(index.ends_of(7, 7, 7))
+    assert ends == list(range(len(index) - 1, len(index) - 1 - text_index.MAX_CHAIN, -1))
+
+
 def test_its_bytes_are_those_that_it_holds() -> None:
     """All three arrays, sixteen bytes a token at most where a text is not small."""
     index = TextIndex(range(10_000))

@@ -249,6 +249,37 @@ def test_a_pass_that_breaks_hands_nothing_out(monkeypatch: pytest.MonkeyPatch) -
     assert_same(found, plain)
 
 
+class RaisingDrafter(LedDrafter):
+    """Breaks its promise once the answer has begun."""
+
+    def propose(self, max_num_tokens: int) -> Draft | None:
+        raise ValueError("nothing comes to mind")
+
+
+@pytest.mark.parametrize("is_drafter", [True, False], ids=["drafter", "pass"])
+def test_a_row_that_breaks_with_drafts_goes_on_without(monkeypatch: pytest.MonkeyPatch, *, is_drafter: bool) -> None:
+    """Whoever is to blame would raise again, and the row would fail, whose answer needs no drafts."""
+    model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
+    plain = decoded(model, each)
+
+    def broken(_: Retreat, *__: int) -> int:
+        raise RuntimeError("broken in every pass")
+
+    monkeypatch.setattr(Retreat, "back", broken)
+    with drafts_tried():
+        drafted = (
+            replace(each, drafter=RaisingDrafter(plain.tokens)) if is_drafter else with_drafts(each, plain, "half")
+        )
+        pool, row = new_pool(model), row_of(drafted)
+        entered(pool, model, row)
+        evicted: tuple[Any, ...] = ()
+        while not evicted:
+            evicted = pool.step().evicted
+        entered(pool, model, row)
+        [found] = run(pool, row)
+    assert_same(found, plain)
+
+
 @pytest.mark.parametrize("new_cache", sampled((Unmergeable, HidesItsArrays, ShortMemory), (HidesItsArrays,)))
 def test_caches_that_do_not_come_back_decode_plainly(monkeypatch: pytest.MonkeyPatch, new_cache: type) -> None:
     """What was found by trying holds, whatever the class: the text is the same, and passes are saved where it can."""
