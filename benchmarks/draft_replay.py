@@ -221,8 +221,8 @@ def report(rows: Sequence[str]) -> str:
 again and a drafted token is accepted where it is the recorded one, as by a model that writes what was recorded.
 The width of a step is the engine's choice (`PassCosts.num_worth`) with passes of
 {", ".join(map(str, SECONDS_BY_WIDTH))} tokens in {milliseconds} ms. The drafter's parameters were
-chosen by one half of the sessions (`draft_fit.py`); this is the other half, and sessions that say the same are all in one half. Records are what the same client's sessions
-before it in this half said.
+chosen by one half of the sessions (`draft_fit.py`); this is the other half, and sessions that say the same are all in
+one half. Records are what the same client's sessions before it in this half said.
 
 - faster: than a token a pass, by these passes and what drafting took. Nothing of a model is in it.
 - drafted, accepted: tokens that were tried; expected: so many the chances had promised.
