@@ -11,6 +11,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.engine.borders import finding
 from kvserve.engine.logits_error import logits_error
+from kvserve.engine.shapeless import compile_for_true_lengths
 from kvserve.engine.vision import CurrentPass, VlmDecoder
 from kvserve.errors import ModelLoadError
 
@@ -43,6 +44,7 @@ def is_for_mlx_vlm(config: Mapping[str, Any]) -> bool:
 
 def load_text(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A decoder and its config. Raises what the loaders raise, and ModelLoadError for a model that writes no text."""
+    compile_for_true_lengths()
     if is_for_mlx_lm(config) or not is_for_mlx_vlm(config):
         return load_model(folder, lazy=False)
     return _load_with_mlx_vlm(folder, config), config

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 
 from kvserve.engine.borders import finding
 from kvserve.engine.kv_buffers import arrays_in
+from kvserve.engine.shapeless import compile_for_true_lengths
 from kvserve.engine.text_load import causal_decoder, is_for_mlx_lm, load_text
 from kvserve.engine.vision import CurrentPass, DeepLayer, ShiftedRope, VisionDecoder, masks_with_images
 from kvserve.engine.vision_reader import ImageReader
@@ -102,6 +103,7 @@ def _load_lazily(folder: Path) -> tuple[Any, Any]:
     lacks it, among others."""
     from mlx_vlm.utils import load_model as load_vlm
 
+    compile_for_true_lengths()
     seeing = load_vlm(folder, lazy=True, trust_remote_code=False)
     return seeing, _rotary(seeing.language_model)
 
