@@ -36,6 +36,13 @@ one_setup = pytest.mark.parametrize("name", sampled(SETUPS, {"quoted"}))
 """Where the schema decides and not the form."""
 
 
+LISTS_OF_CHOICES = pytest.mark.xfail(
+    strict=False,
+    reason="In a list of choices that go on behind a mark as the form does, one of them cannot be written (TASKS).",
+)
+"""Drawn, so it is met now and then only."""
+
+
 @cache
 def setup(name: str) -> Setup:
     """A form; with `tokens` its tags and marks are such."""
@@ -436,7 +443,14 @@ PIECES = {
 }
 
 
-@every_setup
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("own", marks=[pytest.mark.long, LISTS_OF_CHOICES]),
+        pytest.param("own, tokens", marks=LISTS_OF_CHOICES),
+        "quoted",
+    ],
+)
 @given(data=st.data())
 @settings(max_examples=num_examples(6), deadline=None)
 def test_every_choice_between_marks_is_written_or_told(name: str, data: st.DataObject) -> None:
