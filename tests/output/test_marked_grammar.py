@@ -36,13 +36,6 @@ one_setup = pytest.mark.parametrize("name", sampled(SETUPS, {"quoted"}))
 """Where the schema decides and not the form."""
 
 
-LISTS_OF_CHOICES = pytest.mark.xfail(
-    strict=False,
-    reason="In a list of choices that go on behind a mark as the form does, one of them cannot be written (TASKS).",
-)
-"""Drawn, so it is met now and then only."""
-
-
 @cache
 def setup(name: str) -> Setup:
     """A form; with `tokens` its tags and marks are such."""
@@ -443,14 +436,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("own", marks=[pytest.mark.long, LISTS_OF_CHOICES]),
-        pytest.param("own, tokens", marks=LISTS_OF_CHOICES),
-        "quoted",
-    ],
-)
+@every_setup
 @given(data=st.data())
 @settings(max_examples=num_examples(6), deadline=None)
 def test_every_choice_between_marks_is_written_or_told(name: str, data: st.DataObject) -> None:
@@ -466,6 +452,8 @@ def test_every_choice_between_marks_is_written_or_told(name: str, data: st.DataO
         ({"type": "array", "items": enum}, lambda each: [each, each]),
         (inside, lambda each: {"k": each}),
     )
+    if name == "own" and any("<|s|>" in each for each in choices):
+        ways = (ways[0], ways[2])  # of lists of such choices the next test says what is known
     schema, within = data.draw(st.sampled_from(ways))
     tool = closed({"a": schema, "b": {"type": "string"}}, "a", is_strict=False)
     promise = case.promise(REQUIRED, tools=(tool,))
@@ -476,6 +464,19 @@ def test_every_choice_between_marks_is_written_or_told(name: str, data: st.DataO
             text = said(name, ("choose", members))
             assert case.accepts(promise.grammar, text), text
             assert calls_in(name, text, (tool,)) == [("choose", members)], text
+
+
+@pytest.mark.xfail(strict=True, reason="A choice that goes on behind a mark as the form does hides itself in a list.")
+def test_a_list_of_choices_that_go_on_as_the_form_does_is_written() -> None:
+    """It is neither written nor told."""
+    mark = "<|s|>"
+    choices = ["", *(f"{mark}{end}" for end in ("}", ",", ",b:", "]", "}x", ",x", ",b:x"))]
+    tool = closed({"a": {"type": "array", "items": {"enum": choices}}, "b": {"type": "string"}}, "a", is_strict=False)
+    case = setup("own")
+    promise = case.promise(REQUIRED, tools=(tool,))
+    for choice in choices:
+        if f": {choice!r}, which" not in " ".join(promise.notes):
+            assert case.accepts(promise.grammar, said("own", ("choose", {"a": [choice, choice]}))), choice
 
 
 @one_setup
