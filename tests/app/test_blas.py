@@ -32,7 +32,7 @@ from kvserve.prompt.tokenizer import load_tokenizer
 from kvserve.settings.blas_files import how_to_install, library_files, refuse_absent_library
 from kvserve.settings.kinds import KINDS
 from tests.app.fake_blas import fake_blas
-from tests.e2e.servers import ROOT, serving
+from tests.e2e.servers import ROOT, serving, wait_until
 from tests.models import tiny_model
 from tests.serving import unstarted_app
 
@@ -393,6 +393,8 @@ def test_a_server_with_a_library_says_so_and_answers(library: Path, tmp_path: Pa
         server.wait_until_healthy()
         health = server.health()
         assert health is not None and health[1]["blas"] == "OpenBLAS 9.8.7"
-        assert f"  blas    OpenBLAS 9.8.7 ({library})" in server.screen.splitlines()
+        # The first screen is written right after the model can answer, so it may come a moment behind /health.
+        line = f"  blas    OpenBLAS 9.8.7 ({library})"
+        wait_until(lambda: line in server.screen.splitlines(), SECONDS, lambda: server.screen)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SECONDS) == 0
