@@ -18,7 +18,13 @@ from kvserve.engine.kv_buffers import flat_caches, held_arrays, with_arrays
 from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, is_known, lengths_named
 from kvserve.engine.logits_error import logits_error
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
+from kvserve.engine.pass_costs import (
+    MAX_PASS_TOKENS,
+    MEASURED_WIDTHS,
+    NUM_FIRST_WIDTHS,
+    NUM_MEASURED_TOKENS,
+    PassCosts,
+)
 from kvserve.engine.retreat import Retreat, Way, known_way
 from kvserve.engine.self_check import MAX_ERROR, CachesDiffer
 from kvserve.engine.width_noise import NUM_TOKENS, agreeing_width, find_width_noise, told
@@ -67,11 +73,22 @@ def find_draft_support(model: LoadedModel, settings: DraftSettings = DEFAULT_DRA
 
 
 def _tried(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> DraftSupport:
-    """Raises CachesDiffer where a leaf does not come back, and what the model raises."""
-    ways = _proven_ways(model)
+    """Raises CachesDiffer where a leaf does not come back, and what the model raises. Costs are tried first: where no
+    draft pays, the passes of the rest would only make the start slower."""
     costs.measure(model.module, model.new_caches)
+    if not costs.can_pay:
+        return _unpaid(costs)
+    ways = _proven_ways(model)
     notes = tuple(_noted(model, settings, costs)) if settings.is_on else ()
     return DraftSupport(ways, "", _row_bytes(model, ways), costs, notes)
+
+
+def _unpaid(costs: PassCosts) -> DraftSupport:
+    """Of a model that computes token after token, as one in 4 bits does on a CPU."""
+    width = MEASURED_WIDTHS[NUM_FIRST_WIDTHS - 1]
+    plain, wide = (costs.seconds(each, NUM_MEASURED_TOKENS) or 0.0 for each in (1, width))
+    why_not = f"a pass of {width} tokens takes {wide / plain:.1f} times as long as a pass of one"
+    return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted: {why_not}.",))
 
 
 def _noted(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> Iterator[str]:

@@ -16,6 +16,14 @@ MAX_PASS_TOKENS = 16
 """No pass of a row that decodes is wider: what a draft brings is used up before."""
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16)
+NUM_FIRST_WIDTHS = 3
+NUM_ROUNDS = 3
+NUM_MEASURED_TOKENS = NUM_ROUNDS * sum(MEASURED_WIDTHS)
+"""About as long is the row by which they are measured."""
+
+LEAST_GAIN = 0.05
+"""A wide pass that saves no more than this share of as many plain steps is not worth it, however right its draft is."""
+
 NUM_NEWEST = 5
 """Of so many passes the median counts: one that something else delayed says nothing."""
 
@@ -34,17 +42,32 @@ class PassCosts:
         self._tables: dict[int, list[float] | None] = {}
 
     def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
-        """Try one row in three passes of each width, of which the fastest counts: the first may compile, and one that
-        something else delayed would turn its width off, so that it is never measured again."""
-        caches = new_caches()
-        for width in MEASURED_WIDTHS:
-            seconds = list[float]()
-            for _ in range(3):
+        """Try one row in passes of each width; wider ones only where the narrow ones save anything (`can_pay`): a model
+        that computes token after token would be slow to start for nothing."""
+        self._try(module, new_caches, MEASURED_WIDTHS[:NUM_FIRST_WIDTHS])
+        if self.can_pay:
+            self._try(module, new_caches, MEASURED_WIDTHS[NUM_FIRST_WIDTHS:])
+
+    @property
+    def can_pay(self) -> bool:
+        """Whether any pass that was measured takes less than as many plain steps."""
+        table = self._table(NUM_MEASURED_TOKENS)
+        if table is None:
+            return False
+        return any(table[width - 1] < (1 - LEAST_GAIN) * width * table[0] for width in MEASURED_WIDTHS[1:])
+
+    def _try(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], widths: Sequence[int]) -> None:
+        """In turns, so that each width meets what else the machine does. The fastest pass of a width counts: the first
+        may compile, and one that something else delayed would turn its width off: it would never be measured again."""
+        caches, seconds = new_caches(), {width: list[float]() for width in widths}
+        for _ in range(NUM_ROUNDS):
+            for width in widths:
                 started = perf_counter()
                 logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
                 mx.eval(mx.argmax(logits[0], axis=-1), held_arrays(caches))
-                seconds.append(perf_counter() - started)
-            self.note(width, 3 * sum(MEASURED_WIDTHS), min(seconds))
+                seconds[width].append(perf_counter() - started)
+        for width, taken in seconds.items():
+            self.note(width, NUM_MEASURED_TOKENS, min(taken))
 
     def note(self, width: int, num_tokens: int, seconds: float) -> None:
         """Learn from a pass of a row that had so many tokens."""

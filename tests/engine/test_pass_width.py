@@ -1,11 +1,18 @@
 """How many tokens are drafted at a time: what brings most tokens a second, no more than the operator says."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvserve.engine import pass_costs
+from kvserve.engine.draft_support import DraftSettings, find_draft_support
 from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
 from kvserve.settings.kinds import MAX_DRAFT_TOKENS
+from tests.engine.test_drafted_law import loaded
 from tests.laws import num_examples
 
 CHANCES = st.lists(st.floats(0, 1), max_size=12)
@@ -35,3 +42,45 @@ def test_no_more_drafted_tokens_are_worth_a_pass_than_there_may_be(max_draft_tok
         costs.note(width, 10, 1.0)
     assert costs.num_worth([1.0] * 100, 10, 0, goes_back=False) == max_draft_tokens
     assert MAX_DRAFT_TOKENS == MAX_PASS_TOKENS - 1
+
+
+class LedModel:
+    """A module whose passes take as long as they are told to. It has no layers, so no caches."""
+
+    layers = ()
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+        self.widths, self._now, self._seconds = list[int](), 0.0, seconds
+        monkeypatch.setattr(pass_costs, "perf_counter", lambda: self._now)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[object]) -> mx.array:
+        self.widths.append(tokens.shape[1])
+        self._now += self._seconds(tokens.shape[1])
+        return mx.zeros((*tokens.shape, 2))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "widest", "num_worth"),
+    [
+        pytest.param(lambda width: 1.0 + 0.1 * width, 16, 4, id="a wide pass costs little more"),
+        pytest.param(lambda width: 0.97 * width, 4, 0, id="token after token"),
+        pytest.param(lambda width: {1: 1.0, 2: 1.5}.get(width, float(width)), 16, 1, id="two at once, no more"),
+    ],
+)
+def test_a_model_that_computes_token_after_token_is_not_slow_to_start(
+    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], widest: int, num_worth: int
+) -> None:
+    """Its wide passes are not tried: no draft pays, not even one that is right for certain."""
+    model, costs = LedModel(monkeypatch, seconds), PassCosts()
+    costs.measure(model, list)
+    assert (max(model.widths), costs.can_pay) == (widest, num_worth > 0)
+    assert costs.num_worth([1.0] * 4, 90, 0, goes_back=False) == num_worth
+
+
+def test_a_model_that_no_draft_makes_faster_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its start, in figures, and drafts nothing."""
+    model = LedModel(monkeypatch, lambda width: 0.99 * width)
+    tried = replace(loaded("qwen3"), module=model)
+    support = find_draft_support(tried, DraftSettings(is_on=True))
+    assert support.ways is None
+    assert support.notes == ("Nothing is drafted: a pass of 4 tokens takes 4.0 times as long as a pass of one.",)
