@@ -3,7 +3,7 @@ and again with every pass. So many drafted tokens are worth a pass as give most 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -32,11 +32,14 @@ class PassCosts:
         self._medians: dict[int, dict[int, float]] = {}
         self._described: deque[float] = deque(maxlen=NUM_NEWEST)
         self._tables: dict[int, list[float] | None] = {}
+        self._guessed: Mapping[int, float] = {}
+        self._may_compile: set[int] = set()
 
-    def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
+    def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> dict[int, float]:
         """Try one row in three passes of each width, of which the fastest counts: the first may compile, and one that
-        something else delayed would turn its width off, so that it is never measured again."""
-        caches = new_caches()
+        something else delayed would turn its width off, so that it is never measured again. Returns what another
+        process may `guess` with."""
+        caches, fastest = new_caches(), dict[int, float]()
         for width in MEASURED_WIDTHS:
             seconds = list[float]()
             for _ in range(3):
@@ -44,10 +47,22 @@ class PassCosts:
                 logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
                 mx.eval(mx.argmax(logits[0], axis=-1), held_arrays(caches))
                 seconds.append(perf_counter() - started)
-            self.note(width, 3 * sum(MEASURED_WIDTHS), min(seconds))
+            fastest[width] = min(seconds)
+            self.note(width, 3 * sum(MEASURED_WIDTHS), fastest[width])
+        return _ratios(fastest)
+
+    def guess(self, ratios: Mapping[int, float]) -> None:
+        """Begin with how many plain steps passes took by width in another process; what is measured here replaces it,
+        from the first plain step on. The first pass of each width counts for nothing: it may compile."""
+        self._guessed = ratios
+        self._may_compile = set(range(1, MAX_PASS_TOKENS + 1))
+        self._tables.clear()
 
     def note(self, width: int, num_tokens: int, seconds: float) -> None:
         """Learn from a pass of a row that had so many tokens."""
+        if width in self._may_compile:
+            self._may_compile.remove(width)
+            return
         length = num_tokens.bit_length()
         newest = self._newest.setdefault(length, {}).setdefault(width, deque(maxlen=NUM_NEWEST))
         newest.append(seconds)
@@ -120,11 +135,20 @@ class PassCosts:
         def plain_near(length: int) -> float:
             return plain[min(plain, key=lambda other: (abs(other - length), other))]
 
-        times = dict[int, float]()
+        times = dict(self._guessed)
         for length in sorted(self._medians, key=lambda other: (abs(other - place), other), reverse=True):
             times |= {width: found / plain_near(length) for width, found in self._medians[length].items()}
         widths, seconds = sorted(times), plain_near(place)
         return [_between(times, widths, width) * seconds for width in range(1, MAX_PASS_TOKENS + 1)]
+
+
+def _ratios(seconds: Mapping[int, float]) -> dict[int, float]:
+    """How many plain steps such passes take. None takes longer than a wider one: what is guessed too cheap is tried and
+    measured, what is guessed too dear never is."""
+    return {
+        width: max(1.0, min(taken for wider, taken in seconds.items() if wider >= width) / seconds[1])
+        for width in seconds
+    }
 
 
 def _between(known: dict[int, float], widths: Sequence[int], width: int) -> float:

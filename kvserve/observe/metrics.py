@@ -385,8 +385,7 @@ CACHE_ROWS: tuple[MetricRow, ...] = (
 
 
 def readings(health: JsonObject, cache: JsonObject | None) -> Iterator[Reading]:
-    """The numbers that the bodies of `/health` and `/v1/cache` tell (None while no model answers). What a server has
-    not got, such as a disk, it does not tell."""
+    """The numbers of `/health` and `/v1/cache` (None while no model answers), but of what a server lacks, as a disk."""
     yield Reading("up", "1 once a model answers.", "gauge", int(cache is not None))
     for rows, body in ((HEALTH_ROWS, health), (CACHE_ROWS, cache)):
         for row in rows:
