@@ -7,6 +7,7 @@ Tests of these themselves call `check_caches`, `ChatTemplate` and `row_of_calls`
 """
 
 import gc
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import pytest
 from kvserve.app import model_factory, model_swap
 from kvserve.core import SamplingParams
 from kvserve.engine import decode, engine_start, vision_check
-from kvserve.engine.draft_support import DraftSettings, DraftSupport
+from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel, Looking
 from kvserve.engine.model_files import file_stamps
@@ -87,11 +88,13 @@ def _check_vision_once(module: Any, vision: Any, vocab_size: int) -> Any:
     return _seen[key]
 
 
-def _find_draft_support_once(model: LoadedModel, settings: DraftSettings) -> DraftSupport:
+def _find_draft_support_once(
+    model: LoadedModel, settings: DraftSettings, seen: DraftsSeen | None = None, noise_seconds: float = math.inf
+) -> DraftSupport:
     """What passes cost is each engine's own: it goes on to measure."""
     key = _loading.__dict__.get("key")
-    if key is None:
-        return _find_draft_support(model, settings)
+    if key is None or seen is not None:
+        return _find_draft_support(model, settings, seen, noise_seconds)
     if (key, settings) not in _draft_supports:
         _draft_supports[key, settings] = _find_draft_support(model, settings)
     found = _draft_supports[key, settings]
@@ -129,7 +132,8 @@ def remembered_starts() -> Iterator[None]:
         if engine_start.load is _load and engine_start.check_caches is _check_caches:
             patch.setattr(engine_start, "load", _load_and_note)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
-            patch.setattr(decode, "find_draft_support", _find_draft_support_once)
+            for module in (decode, engine_start):
+                patch.setattr(module, "find_draft_support", _find_draft_support_once)
             patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
         if vision_check.check_vision is _check_vision:
             patch.setattr(vision_check, "check_vision", _check_vision_once)

@@ -219,3 +219,25 @@ def test_a_model_that_cannot_try_drafts_is_served_without(app: AppUnderTest, mon
     assert engine.can_draft and factory.completed(app.served, model).drafts is texts(app)
     monkeypatch.setattr(engine._start, "can_draft", False)
     assert not engine.can_draft and factory.completed(app.served, model).drafts is None
+
+
+@pytest.mark.parametrize("broken", ["begin", "end"])
+def test_no_answer_fails_because_of_its_drafts(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """What raises where drafts begin, or where an answer is left for later ones, is told, counted, and nothing else:
+    the answer is the same, and the next one is drafted."""
+
+    def failing(*_args: Any, **_more: Any) -> Any:
+        raise LookupError(f"no text to {broken} with")
+
+    def num_failures() -> Any:
+        return app.get("/v1/cache").json["speculation"]["num_failures"]  # type: ignore[index, call-overload]
+
+    plain, before = ask(app, speculation=False), num_failures()
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftTexts, broken, failing)
+        assert said(ask(app, session_id="swans")) == said(plain)
+    assert any(f"LookupError: no text to {broken} with" in line for line in app.lines())
+    assert num_failures() == before + 1
+    ask(app, session_id="swans")
+    assert counted(ask(app, session_id="swans")["usage"])[0] > 0
+    assert f"kvserve_draft_failures_total {before + 1}" in app.get("/metrics").body.decode()

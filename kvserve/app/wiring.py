@@ -9,7 +9,7 @@ from kvserve.canonical.rules import select
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings
+from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.memory import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings

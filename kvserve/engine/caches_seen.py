@@ -4,8 +4,8 @@
     remember   a look is over in which nothing went wrong, on caches of classes that are known here
 
 A look follows from the model's bytes, from the files of what computes with them, from the machine, the BLAS and how KV
-is quantised. All of it is the key, to the letter: where anything is another, the model is looked at again. It knows
-numbers and kinds, no arrays, and no model's name.
+is quantised. All of it is the key, to the letter: where anything is another, the model is looked at again. What was
+found out about drafts goes with it, where these were on. It knows numbers and kinds, no arrays, and no model's name.
 """
 
 import hashlib
@@ -13,11 +13,12 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvserve.engine.checked_file import CheckedFile, DamagedFile
+from kvserve.engine.draft_nouns import DraftsSeen
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.leaf_forms import LeafForm, is_known
 from kvserve.engine.model import CacheSupport, KvSize, LoadedModel, Probed
@@ -32,7 +34,7 @@ from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.model_files import CACHES_FILE
 from kvserve.engine.quantised import KvSettings
 
-FORMAT = 1
+FORMAT = 2
 PACKAGES = ("mlx", "mlx_lm", "mlx_vlm", "nvidia", "kvserve")
 """Whose code a look runs; `nvidia` has the libraries that MLX computes with on such a GPU."""
 
@@ -40,6 +42,10 @@ MAX_ROWS = 64
 UNUSED_SECONDS = 180 * 86_400.0
 REFRESH_SECONDS = 86_400.0
 """That a look is used is written down once a day; what no start had for half a year is forgotten."""
+
+CPU_INFO = Path("/proc/cpuinfo")
+_PROCESSOR = re.compile(r"(vendor_id|cpu family|model|model name|stepping|flags|Features|CPU \w+)\s*:.*", re.MULTILINE)
+"""What it says that does not change while a machine runs: which processor, and which instructions there are."""
 
 _FILES = "its files"
 
@@ -69,10 +75,22 @@ def surroundings(kv: KvSettings, blas: str) -> dict[str, str] | None:
     names = (device.get("architecture"), device.get("device_name"))
     return {
         "mlx, mlx-lm, mlx-vlm or kvserve": code,
-        "the machine": json.dumps([platform.platform(), platform.python_version(), str(mx.default_device()), *names]),
+        "the machine": json.dumps(
+            [platform.platform(), platform.python_version(), str(mx.default_device()), *names, *_processors()]
+        ),
         "the BLAS, or variables of it or of MLX": blas,
         "KV_BITS or what goes with it": json.dumps(asdict(kv)),
     }
+
+
+def _processors() -> tuple[int, str]:
+    """How many there are for this process, and which: a BLAS rounds as the kernels do that it chooses for them, and as
+    it shares a product out."""
+    first = ""
+    with suppress(OSError):  # other systems have no such file
+        first = CPU_INFO.read_text("utf-8", "replace").partition("\n\n")[0]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable, _digest([line.group() for line in _PROCESSOR.finditer(first)])
 
 
 def _code(packages: Sequence[str]) -> str:
@@ -112,11 +130,12 @@ def _below(folder: str, name: str) -> Iterator[tuple[str, int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look: what its passes have shown, and whether rows may be padded. Everything else about the caches was found
-    to be as it should."""
+    """One look: what its passes have shown, whether rows may be padded, and what was found out of drafts, None where
+    these were off or do not come back. Everything else about the caches was found to be as it should."""
 
     probed: Probed
     can_pad: bool
+    drafts: DraftsSeen | None = None
 
     @classmethod
     def of(cls, model: LoadedModel, probed: Probed, support: CacheSupport) -> "Seen | None":
@@ -126,7 +145,7 @@ class Seen:
             return None  # a row does not hold them
         if not is_right or not all(is_known(leaf) for leaf in flat_caches(model.new_caches())):
             return None
-        return cls(probed, support.can_pad)
+        return cls(probed, support.can_pad, model.drafts.seen if model.drafts is not None else None)
 
     @property
     def support(self) -> CacheSupport:
@@ -142,6 +161,7 @@ class Seen:
             "forms": forms,
             "kv_notes": list(self.probed.kv_notes),
             "can_pad": self.can_pad,
+            "drafts": self.drafts.row() if self.drafts is not None else None,
         }
 
     @classmethod
@@ -150,7 +170,8 @@ class Seen:
         forms = tuple(LeafForm(kind, None, float(per_token), int(fixed)) for kind, per_token, fixed in row["forms"])
         sizes = KvSize(**row["sizes"])
         probed = Probed(int(row["vocab_size"]), sizes, forms, kv_notes=tuple(map(str, row["kv_notes"])))
-        return cls(probed, bool(row["can_pad"]))
+        drafts = DraftsSeen.from_row(row["drafts"]) if row["drafts"] is not None else None
+        return cls(probed, bool(row["can_pad"]), drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +216,14 @@ class CachesSeen:
         return None
 
     def remember(self, key: LookKey, folder: Path, seen: Seen) -> None:
-        """Write a look down, and forget what was not used for long. A disk that does not take it is reported."""
+        """Write a look down, and forget what was not used for long. A disk that does not take it is reported. A look
+        without drafts leaves what another one found of them."""
         now, name = self._clock(), _digest(dict(key))
         with _writing:
-            kept = self._read() | {name: _KeptLook(name, _digest(str(folder)), _parts(key), now, seen)}
+            kept = self._read()
+            if seen.drafts is None and name in kept:
+                seen = replace(seen, drafts=kept[name].seen.drafts)
+            kept[name] = _KeptLook(name, _digest(str(folder)), _parts(key), now, seen)
             fresh = [each for each in kept.values() if now - each.used_at <= UNUSED_SECONDS]
             newest = sorted(fresh, key=lambda each: each.used_at)[-MAX_ROWS:]
             rows = [[each.name, each.place, each.parts, each.used_at, each.seen.row()] for each in newest]
@@ -259,12 +284,17 @@ class CacheLook:
         """What is remembered of its caches; None where they are to be tried."""
         return self._found.support if self._found is not None else None
 
+    @property
+    def drafts(self) -> DraftsSeen | None:
+        """What is remembered of drafts; None where they are to be tried."""
+        return self._found.drafts if self._found is not None else None
+
     def remember(self, model: LoadedModel, support: CacheSupport) -> None:
         """Remember what was tried, once it is known which model that was; what was remembered already stays so."""
-        memory, probed = self._memory, self._probed
-        if memory is None or probed is None or self._found is not None:
+        memory, probed, found = self._memory, self._probed, self._found
+        if memory is None or probed is None or (seen := Seen.of(model, probed, support)) is None:
             return
-        if (seen := Seen.of(model, probed, support)) is not None:
+        if found is None or seen.drafts not in (None, found.drafts):
             self._digest.when_known(lambda fingerprint: memory.remember(self._key(fingerprint), self._folder, seen))
 
     def _key(self, fingerprint: str) -> LookKey:

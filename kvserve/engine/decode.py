@@ -29,7 +29,8 @@ from kvserve.engine.decode_group import (
     is_recurrent,
     left_row,
 )
-from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings, DraftSupport, find_draft_support
+from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings, DraftSupport
+from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.drafted import DraftedGenerator, DraftedRow
 from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, leaving, settle
 from kvserve.engine.model import LoadedModel
@@ -66,7 +67,7 @@ class DecodePool:
         self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
         self._draft_settings = draft_settings
-        self._draft_support: DraftSupport | None = None
+        self._draft_support = model.drafts
 
     @property
     def num_rows(self) -> int:
@@ -89,9 +90,8 @@ class DecodePool:
 
     @property
     def draft_support(self) -> DraftSupport:
-        """What the model's caches allow of drafts; tried at the first call."""
-        if self._draft_support is None:
-            self._draft_support = find_draft_support(self._model, self._draft_settings)
+        """What the model's caches allow of drafts; tried at the first call where the load has not."""
+        self._draft_support = self._draft_support or find_draft_support(self._model, self._draft_settings)
         return self._draft_support
 
     def padding_bytes(self) -> float:

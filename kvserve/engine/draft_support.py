@@ -2,11 +2,12 @@
 goes on, and must be the row that never met them. It knows what must be true of caches of any class, no model's name.
 
 That takes at most twenty passes of a few tokens, of more where a class that is unknown names a length, and twice as
-many where KV is quantised.
+many where KV is quantised; then passes are measured, and compared with single steps. An earlier start's findings stand
+for all of these passes (`DraftsSeen`, 0079).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,91 +15,92 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import RotatingKVCache
 
 from kvserve.engine.borders import described, finding
+from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings, DraftsSeen, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches, held_arrays, with_arrays
 from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, is_known, lengths_named
 from kvserve.engine.logits_error import logits_error
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.pass_costs import (
-    MAX_PASS_TOKENS,
-    MEASURED_WIDTHS,
-    NUM_FIRST_WIDTHS,
-    NUM_MEASURED_TOKENS,
-    PassCosts,
-)
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts, pays
 from kvserve.engine.retreat import Retreat, Way, known_way
 from kvserve.engine.self_check import MAX_ERROR, CachesDiffer
-from kvserve.engine.width_noise import NUM_TOKENS, agreeing_width, find_width_noise, told
+from kvserve.engine.width_noise import (
+    NUM_TOKENS,
+    WidthNoise,
+    agreeing_width,
+    find_width_noise,
+    is_noisy,
+    told,
+)
 
 PROMPT_TOKENS = 11
 NUM_RIGHT = 2
 NUM_WRONG = 3
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSupport:
-    """`ways`: how each leaf comes back from a pass, None where rows decode plainly (`why_not`). `row_bytes`: what a row
-    holds besides its KV while a draft is tried. `costs` are this model's on this machine, `notes` tell a person."""
-
-    ways: tuple[Way, ...] | None
-    why_not: str
-    row_bytes: int
-    costs: PassCosts
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSettings:
-    """What the operator decides about drafts. `is_on`: what they need is tried while the model is loaded, else when the
-    first row comes that has a drafter. At most `max_num_tokens` are drafted at a time; `is_exact`: no pass is so wide
-    that its logits are others than those of single steps.
-    """
-
-    is_on: bool = False
-    max_num_tokens: int = MAX_PASS_TOKENS - 1
-    is_exact: bool = False
-
-
-DEFAULT_DRAFTS = DraftSettings()
-
-
-def find_draft_support(model: LoadedModel, settings: DraftSettings = DEFAULT_DRAFTS) -> DraftSupport:
-    """Try a model's caches, how long passes take and, where settings say so, how wide they may be."""
+def find_draft_support(
+    model: LoadedModel,
+    settings: DraftSettings = DEFAULT_DRAFTS,
+    seen: DraftsSeen | None = None,
+    noise_seconds: float = math.inf,
+) -> DraftSupport:
+    """Find out what a model's caches allow, how long passes take and, where drafts are on, how far they are from single
+    steps. `seen`: what was found out of it before, on this machine. To look at noise takes no longer than
+    `noise_seconds`, but for a first pass of each width, and where passes have to be exact."""
     costs = PassCosts(min(MAX_PASS_TOKENS, settings.max_num_tokens + 1))
     with mx.stream(generation_stream):
-        found = finding(lambda: _tried(model, settings, costs))
+        found = finding(lambda: _found(model, settings, costs, seen, noise_seconds))
     if isinstance(found, Exception):
         why_not = described(found)
         return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted, every token takes a pass: {why_not}.",))
     return found
 
 
-def _tried(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> DraftSupport:
-    """Raises CachesDiffer where a leaf does not come back, and what the model raises. Costs are tried first: where no
-    draft pays, the passes of the rest would only make the start slower."""
-    costs.measure(model.module, model.new_caches)
-    if not costs.can_pay:
-        return _unpaid(costs)
-    ways = _proven_ways(model)
-    notes = tuple(_noted(model, settings, costs)) if settings.is_on else ()
-    return DraftSupport(ways, "", _row_bytes(model, ways), costs, notes)
-
-
-def _unpaid(costs: PassCosts) -> DraftSupport:
-    """Of a model that computes token after token, as one in 4 bits does on a CPU."""
-    width = MEASURED_WIDTHS[NUM_FIRST_WIDTHS - 1]
-    plain, wide = (costs.seconds(each, NUM_MEASURED_TOKENS) or 0.0 for each in (1, width))
-    why_not = f"a pass of {width} tokens takes {wide / plain:.1f} times as long as a pass of one"
-    return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted: {why_not}.",))
-
-
-def _noted(model: LoadedModel, settings: DraftSettings, costs: PassCosts) -> Iterator[str]:
-    """What a person should know; in `exact` mode passes get narrower. A look at one pass says whether there is
-    anything; only who wants it exact waits for more."""
-    noises = find_width_noise(model.module, model.new_caches, NUM_TOKENS if settings.is_exact else MAX_PASS_TOKENS)
+def _found(
+    model: LoadedModel, settings: DraftSettings, costs: PassCosts, seen: DraftsSeen | None, noise_seconds: float
+) -> DraftSupport:
+    """Raises CachesDiffer where a leaf does not come back, and what the model raises. Passes are measured first: where
+    no draft pays, to try the rest would only make the start slower."""
+    ways, num_extra = _ways(model)
+    if seen is not None and seen.ways != ways:
+        seen = None
+    ratios = seen.ratios if seen is not None else costs.measure(model.module, model.new_caches)
+    if not pays(ratios):
+        return _unpaid(ways, ratios, costs, is_on=settings.is_on)
+    if seen is None:
+        _prove_all(model, ways, num_extra)
+    else:
+        costs.guess(ratios)
+    row_bytes = _row_bytes(model, ways)
+    if not settings.is_on:
+        return DraftSupport(ways, "", row_bytes, costs)
+    noises = seen.noises if seen is not None else None
+    if noises is None or (settings.is_exact and not _is_still_so(model, noises)):
+        max_seconds = math.inf if settings.is_exact else noise_seconds
+        noises = find_width_noise(model.module, model.new_caches, NUM_TOKENS, max_seconds)
     if settings.is_exact:
         costs.max_width = min(costs.max_width, agreeing_width(noises))
-    if any(noise.max_difference for noise in noises):
-        yield told(noises, is_exact=settings.is_exact)
+    notes = (told(noises, is_exact=settings.is_exact),) if is_noisy(noises) else ()
+    return DraftSupport(ways, "", row_bytes, costs, notes, DraftsSeen(ways, noises, ratios))
+
+
+def _unpaid(ways: tuple[Way, ...], ratios: Mapping[int, float], costs: PassCosts, *, is_on: bool) -> DraftSupport:
+    """Of a model that computes token after token, as one in 4 bits does on a CPU."""
+    width = max(ratios)
+    why_not = f"a pass of {width} tokens takes {ratios[width]:.1f} times as long as one of a single token"
+    seen = DraftsSeen(ways, (), ratios) if is_on else None
+    return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted: {why_not}.",), seen)
+
+
+def _is_still_so(model: LoadedModel, noises: Sequence[WidthNoise]) -> bool:
+    """Whether passes may be as wide as these say, for one that wants them exact: all tokens were looked at, and a pass
+    of each width agrees today as far as it did. What is remembered can so make passes narrower, and never wider than
+    what is seen."""
+    if agreeing_width(noises) == 1:
+        return True
+    if is_noisy(noises) and any(noise.num_tokens < NUM_TOKENS for noise in noises):
+        return False
+    now = find_width_noise(model.module, model.new_caches, MAX_PASS_TOKENS)
+    return agreeing_width(now) >= agreeing_width(noises)
 
 
 def _row_bytes(model: LoadedModel, ways: Sequence[Way]) -> int:
@@ -108,8 +110,9 @@ def _row_bytes(model: LoadedModel, ways: Sequence[Way]) -> int:
     return held + (model.sizes.fixed * MAX_PASS_TOKENS // min(windows) if "window" in ways else 0)
 
 
-def _proven_ways(model: LoadedModel) -> tuple[Way, ...]:
-    """How each leaf comes back. Raises CachesDiffer where one does not, and what the model raises."""
+def _ways(model: LoadedModel) -> tuple[tuple[Way, ...], int]:
+    """How each leaf comes back, by its class and form, and how many tokens more a row needs that is to show it. Raises
+    CachesDiffer where one cannot."""
     leaves = flat_caches(model.new_caches())
     forms = model.leaf_forms or ()
     if model.leaf_trouble or len(forms) != len(leaves):
@@ -118,11 +121,15 @@ def _proven_ways(model: LoadedModel) -> tuple[Way, ...]:
     named = {length for leaf in unknown for length in lengths_named(leaf)}
     if (longest := max(named, default=0)) > MAX_PROBED_TOKENS:
         raise CachesDiffer(f"it names {longest:,}, and at start rows of at most {MAX_PROBED_TOKENS:,} tokens are tried")
-    ways = tuple(_way(leaf, form) for leaf, form in zip(leaves, forms, strict=True))
-    _prove(model.module, model.new_caches, ways, longest)
+    return tuple(_way(leaf, form) for leaf, form in zip(leaves, forms, strict=True)), longest
+
+
+def _prove_all(model: LoadedModel, ways: Sequence[Way], num_extra: int) -> None:
+    """Try these ways, with quantised KV too. Raises CachesDiffer where a row does not come back, and what the model
+    raises."""
+    _prove(model.module, model.new_caches, ways, num_extra)
     if (quantiser := model.quantiser) is not None:
-        _prove(model.module, lambda: quantiser.convert(model.new_caches()), ways, longest)
-    return ways
+        _prove(model.module, lambda: quantiser.convert(model.new_caches()), ways, num_extra)
 
 
 def _way(leaf: Any, form: LeafForm) -> Way:

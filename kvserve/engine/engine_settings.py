@@ -7,7 +7,7 @@ from typing import Literal
 from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.draft_support import DraftSettings
+from kvserve.engine.draft_nouns import DraftSettings
 from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory_bytes, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
@@ -65,6 +65,7 @@ class EngineSettings:
             batch_bytes=self.max_batch_bytes,
             records_bytes=self.records_bytes,
             image_feature_bytes=self.image_feature_bytes,
+            has_drafts=model.can_draft,
         )
         plan = plan_memory(memory_bytes(), model.all_weight_bytes, wanted)
         if (draft := model.draft) is None:

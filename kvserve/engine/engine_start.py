@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import mlx.core as mx
 
@@ -24,6 +25,7 @@ from kvserve.core import GenerationFailed, GenerationRequest, RequestId, Samplin
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
+from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.fingerprint import kv_fingerprint
@@ -44,6 +46,9 @@ CLOSE_SECONDS = 5.0
 DRAFTS = "drafts"
 """In the name of what a draft model keeps on disk: a model that is served and drafts has two writers in one process,
 and each has a folder of its own."""
+
+NOISE_SHARE = 0.5
+"""To look at the noise of wide passes takes at most so much of the time that the load took until then."""
 
 type EngineCall = Callable[[Scheduler | None], None]
 """Something that another thread wants done on the engine thread; None means that it will not be done any more."""
@@ -88,11 +93,12 @@ class EngineStart:
     def load(self) -> tuple[LoadedModel, Scheduler]:
         """Load the model, try out what its caches allow where that is not remembered, and begin with an empty cache.
         Raises whatever fails."""
+        began_at = perf_counter()
         mx.clear_cache()  # buffers of a model that was here before
         self._digest.begin()
         draft, draft_look = self._loaded_draft()
         model, look = self._loaded(self._folder, self._settings.kv, self._digest)
-        support, model = model.cache_support, replace(model, draft=draft)
+        support, model = model.cache_support, self._with_drafts(replace(model, draft=draft), look, began_at)
         plan = self._settings.memory_plan(model)
         notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.all_weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
@@ -100,11 +106,7 @@ class EngineStart:
         self._digest.confirm()
         scheduler = self._new_scheduler(model)
         _draw_two_tokens(scheduler, self._settings.default_sampling)
-        if self._settings.drafts.is_on:
-            drafts = scheduler.try_drafts()
-            self.can_draft = drafts.ways is not None
-            for line in drafts.notes:
-                self._note(line)
+        self.can_draft = model.can_draft
         scheduler.cache.begin_anew()
         self._open_disk(scheduler.cache, model, self._settings.kv, self._digest, plan)
         look.remember(model, support)
@@ -117,6 +119,16 @@ class EngineStart:
         look = self._look(folder, kv, digest)
         model = load(folder, self._settings.max_kv_size, kv, look.probed)
         return replace(model, cache_support=look.support or check_caches(model)), look
+
+    def _with_drafts(self, model: LoadedModel, look: CacheLook, began_at: float) -> LoadedModel:
+        """The model with what its caches allow of drafts, where these are on."""
+        settings = self._settings.drafts
+        if not settings.is_on:
+            return model
+        drafts = find_draft_support(model, settings, look.drafts, NOISE_SHARE * (perf_counter() - began_at))
+        for line in drafts.notes:
+            self._note(line)
+        return replace(model, drafts=drafts)
 
     def _loaded_draft(self) -> tuple[LoadedModel | None, CacheLook | None]:
         """The model that drafts, in full precision: it is small. Raises ModelLoadError where it cannot."""

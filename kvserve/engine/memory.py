@@ -42,12 +42,13 @@ BUFFERS_SHARE, BUFFERS_CAP = 1 / 16, 2**31
 
 @dataclass(frozen=True, slots=True)
 class WantedMemory:
-    """What the operator decides; None leaves it to the machine."""
+    """What the operator decides; None leaves it to the machine. `has_drafts`: next tokens may be drafted."""
 
     kv_bytes: int | None = None
     batch_bytes: int | None = None
     records_bytes: int | None = None
     image_feature_bytes: int | None = None
+    has_drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = Wan
         write_queue_bytes=_share(rest, WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP),
         read_ahead_bytes=_share(rest, READ_AHEAD_SHARE, READ_AHEAD_CAP),
         records_bytes=wanted.records_bytes or _share(rest, RECORDS_SHARE, RECORDS_CAP),
-        draft_bytes=_share(rest, DRAFTS_SHARE, DRAFTS_CAP),
+        draft_bytes=_share(rest, DRAFTS_SHARE, DRAFTS_CAP) if wanted.has_drafts else 0,
         image_feature_bytes=wanted.image_feature_bytes or _share(rest, IMAGE_FEATURES_SHARE, IMAGE_FEATURES_CAP),
         buffer_bytes=_share(rest, BUFFERS_SHARE, BUFFERS_CAP),
     )

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from kvserve.core import GenerationRequest, ImageSpan
 from kvserve.engine.borders import described, finding
+from kvserve.engine.draft_nouns import DraftSupport
 from kvserve.engine.kv_buffers import arrays_in, flat_caches
 from kvserve.engine.kv_support import quantiser_of, try_quantising
 from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known, lengths_named
@@ -126,8 +127,8 @@ class LoadedModel:
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
     `kv_notes` tell a person what of the KV is not quantised although it should be. `vision` is what a vision model sees
     with, `vision_note` what a person should know of it. `leaf_forms` say how each leaf of a row's caches is kept, as
-    classes say where they could not be looked at (`leaf_trouble`): then nothing is kept. `draft` is the model that
-    drafts for it, if one does.
+    classes say where they could not be looked at (`leaf_trouble`): then nothing is kept. `drafts` say what its caches
+    allow of drafts, None where none are made; `draft` is the model that drafts for it, if one does.
     """
 
     module: Module
@@ -144,12 +145,18 @@ class LoadedModel:
     vision_note: str = ""
     leaf_forms: tuple[LeafForm, ...] | None = None
     leaf_trouble: str = ""
+    drafts: DraftSupport | None = None
     draft: "LoadedModel | None" = None
 
     @property
     def all_weight_bytes(self) -> int:
         """Bytes of the weights, with those of the model that drafts."""
         return self.weight_bytes + (self.draft.weight_bytes if self.draft is not None else 0)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether next tokens may be drafted: that is wanted, and rows come back from a pass."""
+        return self.drafts is not None and self.drafts.ways is not None
 
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""

@@ -3,7 +3,7 @@ and again with every pass. So many drafted tokens are worth a pass as give most 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,7 +16,7 @@ MAX_PASS_TOKENS = 16
 """No pass of a row that decodes is wider: what a draft brings is used up before."""
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16)
-NUM_FIRST_WIDTHS = 3
+FIRST_WIDTHS = MEASURED_WIDTHS[:3]
 NUM_ROUNDS = 3
 NUM_MEASURED_TOKENS = NUM_ROUNDS * sum(MEASURED_WIDTHS)
 """About as long is the row by which they are measured."""
@@ -40,37 +40,32 @@ class PassCosts:
         self._medians: dict[int, dict[int, float]] = {}
         self._described: deque[float] = deque(maxlen=NUM_NEWEST)
         self._tables: dict[int, list[float] | None] = {}
+        self._guessed: Mapping[int, float] = {}
+        self._may_compile: set[int] = set()
 
-    def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
-        """Try one row in passes of each width; wider ones only where the narrow ones save anything (`can_pay`): a model
-        that computes token after token would be slow to start for nothing."""
-        self._try(module, new_caches, MEASURED_WIDTHS[:NUM_FIRST_WIDTHS])
-        if self.can_pay:
-            self._try(module, new_caches, MEASURED_WIDTHS[NUM_FIRST_WIDTHS:])
+    def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> dict[int, float]:
+        """Try one row in passes of each width; wider ones only where the narrow ones save anything (`pays`): a model
+        that computes token after token would be slow to start for nothing. Returns what another process may `guess`
+        with."""
+        fastest = _fastest(module, new_caches, FIRST_WIDTHS)
+        if pays(_ratios(fastest)):
+            fastest |= _fastest(module, new_caches, MEASURED_WIDTHS[len(FIRST_WIDTHS) :])
+        for width, seconds in fastest.items():
+            self.note(width, NUM_MEASURED_TOKENS, seconds)
+        return _ratios(fastest)
 
-    @property
-    def can_pay(self) -> bool:
-        """Whether any pass that was measured takes less than as many plain steps."""
-        table = self._table(NUM_MEASURED_TOKENS)
-        if table is None:
-            return False
-        return any(table[width - 1] < (1 - LEAST_GAIN) * width * table[0] for width in MEASURED_WIDTHS[1:])
-
-    def _try(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], widths: Sequence[int]) -> None:
-        """In turns, so that each width meets what else the machine does. The fastest pass of a width counts: the first
-        may compile, and one that something else delayed would turn its width off: it would never be measured again."""
-        caches, seconds = new_caches(), {width: list[float]() for width in widths}
-        for _ in range(NUM_ROUNDS):
-            for width in widths:
-                started = perf_counter()
-                logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
-                mx.eval(mx.argmax(logits[0], axis=-1), held_arrays(caches))
-                seconds[width].append(perf_counter() - started)
-        for width, taken in seconds.items():
-            self.note(width, NUM_MEASURED_TOKENS, min(taken))
+    def guess(self, ratios: Mapping[int, float]) -> None:
+        """Begin with how many plain steps passes took by width in another process; what is measured here replaces it,
+        from the first plain step on. The first pass of each width counts for nothing: it may compile."""
+        self._guessed = ratios
+        self._may_compile = set(range(1, MAX_PASS_TOKENS + 1))
+        self._tables.clear()
 
     def note(self, width: int, num_tokens: int, seconds: float) -> None:
         """Learn from a pass of a row that had so many tokens."""
+        if width in self._may_compile:
+            self._may_compile.remove(width)
+            return
         length = num_tokens.bit_length()
         newest = self._newest.setdefault(length, {}).setdefault(width, deque(maxlen=NUM_NEWEST))
         newest.append(seconds)
@@ -143,11 +138,40 @@ class PassCosts:
         def plain_near(length: int) -> float:
             return plain[min(plain, key=lambda other: (abs(other - length), other))]
 
-        times = dict[int, float]()
+        times = dict(self._guessed)
         for length in sorted(self._medians, key=lambda other: (abs(other - place), other), reverse=True):
             times |= {width: found / plain_near(length) for width, found in self._medians[length].items()}
         widths, seconds = sorted(times), plain_near(place)
         return [_between(times, widths, width) * seconds for width in range(1, MAX_PASS_TOKENS + 1)]
+
+
+def pays(ratios: Mapping[int, float]) -> bool:
+    """Whether any pass takes less than as many plain steps, by how many it takes."""
+    return any(ratio < (1 - LEAST_GAIN) * width for width, ratio in ratios.items() if width > 1)
+
+
+def _fastest(
+    module: Callable[..., Any], new_caches: Callable[[], list[Any]], widths: Sequence[int]
+) -> dict[int, float]:
+    """Seconds of the fastest of three passes of each width, in turns, so that each meets what else the machine does.
+    The first may compile, and a width that something else delayed would be turned off: it would never be tried."""
+    caches, seconds = new_caches(), {width: list[float]() for width in widths}
+    for _ in range(NUM_ROUNDS):
+        for width in widths:
+            started = perf_counter()
+            logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)
+            mx.eval(mx.argmax(logits[0], axis=-1), held_arrays(caches))
+            seconds[width].append(perf_counter() - started)
+    return {width: min(taken) for width, taken in seconds.items()}
+
+
+def _ratios(seconds: Mapping[int, float]) -> dict[int, float]:
+    """How many plain steps such passes take. None takes longer than a wider one: what is guessed too cheap is tried and
+    measured, what is guessed too dear never is."""
+    return {
+        width: max(1.0, min(taken for wider, taken in seconds.items() if wider >= width) / seconds[1])
+        for width in seconds
+    }
 
 
 def _between(known: dict[int, float], widths: Sequence[int], width: int) -> float:

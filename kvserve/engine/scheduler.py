@@ -18,7 +18,7 @@ from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import DecodeResult, ExtractedRow
 from kvserve.engine.draft_model import DraftModel
-from kvserve.engine.draft_support import DEFAULT_DRAFTS, DraftSettings, DraftSupport
+from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -91,10 +91,6 @@ class Scheduler:
         return bool(self._pool.num_rows) and not (
             self._turn_order.waiting or self._waiting_for_prefix or self._prefills
         )
-
-    def try_drafts(self) -> DraftSupport:
-        """Find out what the model's caches allow of drafts and what passes cost."""
-        return self._pool.draft_support
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; work ahead of requests makes way."""

@@ -3,8 +3,10 @@ rounding with others, as matrices of another height have another kernel. Then a 
 the one without where two tokens are nearly as likely. It knows arrays and a model's module, no request.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -28,14 +30,20 @@ class WidthNoise:
 
 
 def find_width_noise(
-    module: Callable[..., Any], new_caches: Callable[[], list[Any]], num_tokens: int = NUM_TOKENS
+    module: Callable[..., Any],
+    new_caches: Callable[[], list[Any]],
+    num_tokens: int = NUM_TOKENS,
+    max_seconds: float = math.inf,
+    clock: Callable[[], float] = perf_counter,
 ) -> tuple[WidthNoise, ...]:
     """Put a greedy answer of so many tokens through the model one by one, and in passes of each width. Where the first
-    of them are the same to the bit in every width the others are not computed."""
+    of them are the same to the bit in every width the others are not computed, nor are they where they would take
+    longer than `max_seconds` with those before."""
+    began_at = clock()
     token, step_caches, stepped = mx.array([[1]]), new_caches(), list[mx.array]()
     caches = {width: new_caches() for width in WIDTHS}
     found = {width: WidthNoise(width, 0.0, 0, 0) for width in WIDTHS}
-    for _ in range(0, num_tokens, MAX_PASS_TOKENS):
+    for num_done in range(MAX_PASS_TOKENS, num_tokens + 1, MAX_PASS_TOKENS):
         tokens, stepped = [], []
         for _ in range(MAX_PASS_TOKENS):
             logits = module(token, cache=step_caches)[0, -1]
@@ -47,9 +55,15 @@ def find_width_noise(
         for width in WIDTHS:
             passed = _passed(module, caches[width], tokens, width).astype(mx.float32)
             found[width] = _with(found[width], passed, expected)
-        if all(noise.max_difference == 0 for noise in found.values()):
+        seconds_each = (clock() - began_at) / num_done
+        if not is_noisy(found.values()) or seconds_each * (num_done + MAX_PASS_TOKENS) > max_seconds:
             break
     return tuple(found.values())
+
+
+def is_noisy(noises: Iterable[WidthNoise]) -> bool:
+    """Whether passes of any width have other logits than single steps."""
+    return any(noise.max_difference != 0 for noise in noises)
 
 
 def agreeing_width(noises: Sequence[WidthNoise]) -> int:
@@ -64,14 +78,18 @@ def agreeing_width(noises: Sequence[WidthNoise]) -> int:
 
 def told(noises: Sequence[WidthNoise], *, is_exact: bool) -> str:
     """What a person reads of it."""
-    if not any(noise.max_difference for noise in noises):
+    if not is_noisy(noises):
         return "Drafts: passes of several tokens have the logits of single steps, to the bit."
     worst = max(noises, key=lambda each: each.max_difference)
     said = (
         f"Drafts: logits of a pass of {worst.width} tokens are up to {worst.max_difference:.1e} from those of single "
-        f"steps; another token is the likeliest after {worst.num_other} of {worst.num_tokens}."
+        f"steps; another token is the likeliest after {worst.num_other} of {worst.num_tokens}{_cut_short(worst)}."
     )
     return f"{said} So a pass has at most {agreeing_width(noises)} tokens." if is_exact else said
+
+
+def _cut_short(noise: WidthNoise) -> str:
+    return f" ({NUM_TOKENS} would take too long beside the load)" if noise.num_tokens < NUM_TOKENS else ""
 
 
 def _passed(module: Callable[..., Any], caches: list[Any], tokens: Sequence[int], width: int) -> mx.array:

@@ -38,6 +38,12 @@ class DraftTotals:
         self._num_steps = 0
         self._num_tokens = 0.0
         self._seconds_saved = 0.0
+        self._num_failures = 0
+
+    def add_failure(self) -> None:
+        """What was done for the drafts of an answer raised something."""
+        with self._lock:
+            self._num_failures += 1
 
     def add(self, facts: RequestFacts) -> None:
         """A request is over."""
@@ -59,4 +65,5 @@ class DraftTotals:
                 source: Drafted(count, self._num_accepted[source]) for source, count in self._num_drafted.items()
             }
             drafting = Drafting(by_source, self._num_steps, self._seconds_saved)
-            return _body(drafting, self._num_tokens / self._num_steps if self._num_steps else None)
+            tokens_per_step = self._num_tokens / self._num_steps if self._num_steps else None
+            return {**_body(drafting, tokens_per_step), "num_failures": self._num_failures}

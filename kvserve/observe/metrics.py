@@ -372,6 +372,7 @@ CACHE_ROWS: tuple[MetricRow, ...] = (
     _counter("warming_seconds", "Time that was spent on it.", "warming", "seconds"),
     _gauge("warming_jobs_waiting", "Prefixes that are to be computed ahead.", "warming", "num_jobs_waiting"),
     _counter("warming_jobs_failed", "Prefixes that could not be computed.", "warming", "num_jobs_failed"),
+    _counter("draft_failures", "Failures in drafting; answers came all the same.", "speculation", "num_failures"),
     _counter("vlm_retreat", "Cuts that would have divided an image.", "counters", "vlm_retreat"),
     _counter("hybrid_trim_miss", "Prompts for which a checkpoint was missing.", "counters", "hybrid_trim_miss"),
     _counter(
@@ -384,8 +385,7 @@ CACHE_ROWS: tuple[MetricRow, ...] = (
 
 
 def readings(health: JsonObject, cache: JsonObject | None) -> Iterator[Reading]:
-    """The numbers that the bodies of `/health` and `/v1/cache` tell (None while no model answers). What a server has
-    not got, such as a disk, it does not tell."""
+    """The numbers of `/health` and `/v1/cache` (None while no model answers), but of what a server lacks, as a disk."""
     yield Reading("up", "1 once a model answers.", "gauge", int(cache is not None))
     for rows, body in ((HEALTH_ROWS, health), (CACHE_ROWS, cache)):
         for row in rows:

@@ -94,7 +94,9 @@ class Observability:
     def observer(self) -> Observer:
         """Who hears of every request."""
         terminal = self._terminal
-        return Observer(terminal.prefill, self.finished, self.started, terminal.awaits, self._other_model)
+        return Observer(
+            terminal.prefill, self.finished, self.started, terminal.awaits, self._other_model, self.drafts_failed
+        )
 
     def started(self, running: WatchedTurn) -> None:
         """A request waits for the engine."""
@@ -128,6 +130,11 @@ class Observability:
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
             self._trace.write(session, "turn", str(finished.turn.session.principal), **trace_fields(finished))
+
+    def drafts_failed(self, reason: str) -> None:
+        """What was done for an answer's drafts failed, and nobody else may notice: counted, and a line."""
+        self._drafts.add_failure()
+        self._terminal.error(f"An answer is not drafted, or leaves nothing to draft from: {reason}")
 
     def refused(self, turn: Turn, model_name: str, error: RequestError) -> None:
         """A request was not taken: it has its line too."""

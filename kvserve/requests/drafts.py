@@ -19,18 +19,31 @@ def drafter_of(turn: Turn, prompt: Prompt, max_tokens: int, served: ServedModel)
     """What drafts the answer to a turn, of at most so many tokens; None where nothing is drafted. Within the turn's
     `keeping`: what its principal may be drafted from holds the prompt from here on, unless the turn leaves no record.
     """
-    if served.drafts is None or not turn.may_draft:
+    if (drafts := served.drafts) is None or not turn.may_draft:
         return None
-    owner = text_owner(turn.session, served.partition(turn.session.principal))
-    said = predicted(turn.prediction, served.tokenizer.encode, max_tokens, served.vocab_size)
-    return served.drafts.begin(owner, prompt.tokens.ids, said, keep=not turn.session.leaves_no_record)
+
+    def begun() -> TextDrafter:
+        owner = text_owner(turn.session, served.partition(turn.session.principal))
+        said = predicted(turn.prediction, served.tokenizer.encode, max_tokens, served.vocab_size)
+        return drafts.begin(owner, prompt.tokens.ids, said, keep=not turn.session.leaves_no_record)
+
+    return costing_drafts_only(begun, served.observe.drafts_failed)
 
 
 def leave_for_drafts(submitted: Submitted) -> None:
     """Keep the answer for the drafts of later turns, once it is over. Within the turn's `keeping`."""
     drafts, drafter = submitted.served.drafts, submitted.drafter
     if drafts is not None and drafter is not None:
-        drafts.end(drafter)
+        costing_drafts_only(lambda: drafts.end(drafter), submitted.served.observe.drafts_failed)
+
+
+def costing_drafts_only[T](work: Callable[[], T], tell: Callable[[str], None]) -> T | None:
+    """What is done for drafts; None where it raises, which `tell` hears of: the answer comes all the same."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - an answer is as right without drafts: they must not be its end
+        tell(f"{type(error).__name__}: {error}")
+        return None
 
 
 def text_owner(session: SessionHint, partition: str) -> TextOwner:

@@ -68,10 +68,12 @@ type OtherModel = Callable[[str, Sequence[bytes]], str | None]
 @dataclass(frozen=True, slots=True)
 class Observer:
     """Who hears of a request besides its client; called from web threads. `finished` follows every `started`.
-    `other_model` says which model but this one (by its name) has read what has these digests."""
+    `other_model` says which model but this one (by its name) has read what has these digests. `drafts_failed`: what was
+    done for an answer's drafts raised this, and it goes on without."""
 
     prefill: Callable[[RequestId, int, int, float | None], None]
     finished: Callable[[FinishedTurn], None]
     started: Callable[[WatchedTurn], None] = lambda _: None
     awaits: Callable[[RequestId, Awaiting], None] = lambda _, __: None
     other_model: OtherModel = lambda _, __: None
+    drafts_failed: Callable[[str], None] = lambda _: None

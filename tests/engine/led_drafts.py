@@ -12,7 +12,8 @@ import pytest
 from kvserve.core import Draft, GenerationDone, GenerationRequest, TokenDelta, TokenLogprobs
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder, ExtractedRow
-from kvserve.engine.draft_support import DraftSupport, find_draft_support
+from kvserve.engine.draft_nouns import DraftSupport
+from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.pass_costs import PassCosts

@@ -78,12 +78,31 @@ def test_whatever_computes_is_part_of_the_key(package: Path, tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         keys += [key()]
+    usable, which = caches_seen._processors()
+    for processors in ((usable + 1, which), (usable, "others")):
+        with monkeypatch.context() as patch:
+            patch.setattr(caches_seen, "_processors", lambda found=processors: found)
+            keys += [key()]
     for path in (package / "deep" / "cache.py", beside / "libblas.so"):
         change_byte(path, 0)
         keys += [key()]
     (package / "more.py").touch()
     keys += [key()]
     assert len({was, *keys}) == 1 + len(keys) and "null" not in keys
+
+
+def test_a_processor_is_known_by_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by how fast it just runs; where nothing is said of it there is none."""
+    told = tmp_path / "cpuinfo"
+    monkeypatch.setattr(caches_seen, "CPU_INFO", told)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert caches_seen._processors()[0] == 2
+    found = [caches_seen._processors()[1]]
+    for flags, clock in (("avx2", 2100), ("avx2", 900), ("avx2 amx", 900)):
+        one = f"processor\t: 0\nmodel name\t: Xeon\ncpu MHz\t\t: {clock}\nflags\t\t: {flags}"
+        told.write_text(f"{one}\n\n{one} other\n")
+        found.append(caches_seen._processors()[1])
+    assert found[1] == found[2] and len(set(found)) == 3
 
 
 def test_code_that_was_replaced_under_a_process_has_no_key(package: Path, starts: "Starts") -> None:

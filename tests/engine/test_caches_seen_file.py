@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,13 +12,25 @@ from hypothesis import strategies as st
 
 from kvserve.engine import caches_seen, checked_file
 from kvserve.engine.caches_seen import REFRESH_SECONDS, UNUSED_SECONDS, CachesSeen, Seen
+from kvserve.engine.draft_nouns import DraftsSeen
 from kvserve.engine.leaf_forms import LeafForm
 from kvserve.engine.model import KvSize, Probed
 from kvserve.engine.model_files import CACHES_FILE
+from kvserve.engine.pass_costs import MEASURED_WIDTHS
+from kvserve.engine.width_noise import WIDTHS, WidthNoise
 from tests.laws import num_examples
 
 FORMS = (LeafForm("cut"), LeafForm("window", None, 0.5, 96))
-SEEN = Seen(Probed(1000, KvSize(96, 1024.5, 300.0, 64, 256, 0.75), FORMS, kv_notes=("One layer stays.",)), can_pad=True)
+DRAFTS = DraftsSeen(
+    ("trim", "window"),
+    tuple(WidthNoise(width, 1e-3 * width, 2, 96) for width in WIDTHS),
+    {width: 1 + 0.1 * width for width in MEASURED_WIDTHS},
+)
+SEEN = Seen(
+    Probed(1000, KvSize(96, 1024.5, 300.0, 64, 256, 0.75), FORMS, kv_notes=("One layer stays.",)),
+    can_pad=True,
+    drafts=DRAFTS,
+)
 KEY = {"its files": "0a1b", "the BLAS": "OpenBLAS 0.3", "the machine": "one"}
 MODEL = Path("/models/one")
 
@@ -40,6 +54,16 @@ def test_a_look_is_found_again_under_its_whole_key_alone(tmp_path: Path) -> None
     assert memory(tmp_path, note=lines.append).find({**KEY, "more": "x"}, MODEL) is None
     assert memory(tmp_path).find({**KEY, "its files": "x"}, Path("/models/new")) is None
     assert memory(tmp_path / "none").find(KEY, MODEL) is None
+
+
+def test_a_look_without_drafts_leaves_what_another_one_found_of_them(tmp_path: Path) -> None:
+    """Of a server beside it, or of the same model that drafts for itself; and a look with drafts brings its own."""
+    memory(tmp_path).remember(KEY, MODEL, replace(SEEN, drafts=None))
+    assert memory(tmp_path).find(KEY, MODEL) == replace(SEEN, drafts=None)
+    for drafts in (DRAFTS, replace(DRAFTS, ways=("hold", "hold"))):
+        memory(tmp_path).remember(KEY, MODEL, replace(SEEN, drafts=drafts))
+        memory(tmp_path).remember(KEY, MODEL, replace(SEEN, drafts=None))
+        assert memory(tmp_path).find(KEY, MODEL) == replace(SEEN, drafts=drafts)
 
 
 def test_it_holds_numbers_and_digests_only(tmp_path: Path) -> None:
@@ -75,8 +99,17 @@ def test_rows_that_say_nothing_that_is_known_are_damage(tmp_path: Path) -> None:
     """Their checksum is right all the same."""
     memory(tmp_path).remember(KEY, MODEL, SEEN)
     held = json.loads((tmp_path / CACHES_FILE).read_text())["looks"]
-    changes = ({"sizes": {"fixed": 1}}, {"forms": [["cut"]]}, {"vocab_size": None}, {"kv_notes": 7})
-    for change in (*changes, {"vocab_size": float("inf")}, {"forms": [["cut", 10**400, 0]]}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"sizes": {"fixed": 1}},
+        {"forms": [["cut"]]},
+        {"vocab_size": None},
+        {"kv_notes": 7},
+    )
+    drafts = DRAFTS.row()
+    of_drafts = ({"ways": 7}, {"noises": []}, {"noises": [[2, "x", 0, 16]]}, {"ratios": drafts["ratios"][:-1]})
+    ratios = [{"ratios": [[width, ratio] for width in MEASURED_WIDTHS]} for ratio in (0.5, float("nan"), float("inf"))]
+    changes += tuple({"drafts": {**drafts, **change}} for change in (*of_drafts, *ratios))
+    for change in (*changes, {"vocab_size": float("inf")}, {"forms": [["cut", 10**400, 0]]}, {"drafts": 7}):
         [[name, place, parts, used_at, seen]] = held
         lines: list[str] = []
         rows = [[name, place, parts, used_at, {**seen, **change}]]

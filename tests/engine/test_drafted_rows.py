@@ -14,7 +14,8 @@ from mlx_lm.models.cache import RotatingKVCache
 from kvserve.core import Draft, Drafted, GenerationDone, Grammar, ThinkingLimit
 from kvserve.engine import decode, draft_support
 from kvserve.engine import rows as rows_module
-from kvserve.engine.draft_support import DraftSettings, find_draft_support
+from kvserve.engine.draft_nouns import DraftSettings
+from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.kv_buffers import with_arrays
 from kvserve.engine.logits_processors import GrammarProcessor, ThinkingLimiter
 from kvserve.engine.model import load
@@ -161,7 +162,7 @@ def test_an_answer_that_comes_past_the_start_of_quantised_kv(bits: Any, monkeypa
         assert converted == [101]
         engine.clear_cache()
         for is_spoilt in (lambda _: False, lambda place: place % 3 == 2):
-            engine._ask(lambda scheduler: scheduler.try_drafts())
+            engine._ask(lambda scheduler: scheduler._pool.draft_support)
             converted.clear()
             drafter = LedDrafter(plain.tokens, is_spoilt)
             found = generate(engine, replace(request(prompt, NUM_TOKENS), drafter=drafter))[0]

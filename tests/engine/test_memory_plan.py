@@ -1,5 +1,7 @@
 """How memory is shared out on the machines that people have."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,14 @@ def test_what_the_operator_sets_is_taken_and_changes_nothing_else() -> None:
     assert (plan.kv_bytes, plan.batch_bytes, plan.records_bytes) == (GIB, auto.batch_bytes, 7)
     assert plan.pool_bytes == auto.batch_bytes
     assert plan.write_queue_bytes == auto.write_queue_bytes
+
+
+def test_where_nothing_is_drafted_there_is_no_memory_for_it() -> None:
+    """All else has what it had."""
+    plan = plan_memory(16 * GIB, 4 * GIB)
+    assert plan.draft_bytes > 0
+    without = plan_memory(16 * GIB, 4 * GIB, WantedMemory(has_drafts=False))
+    assert without == replace(plan, draft_bytes=0) and without.total_bytes == plan.total_bytes - plan.draft_bytes
 
 
 def test_budgets_that_are_more_than_the_machine_has_are_told() -> None:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.engine import pass_costs
-from kvserve.engine.draft_support import DraftSettings, find_draft_support
-from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
+from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen
+from kvserve.engine.draft_support import find_draft_support
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts, pays
 from kvserve.settings.kinds import MAX_DRAFT_TOKENS
 from tests.engine.test_drafted_law import loaded
 from tests.laws import num_examples
@@ -72,15 +73,19 @@ def test_a_model_that_computes_token_after_token_is_not_slow_to_start(
 ) -> None:
     """Its wide passes are not tried: no draft pays, not even one that is right for certain."""
     model, costs = LedModel(monkeypatch, seconds), PassCosts()
-    costs.measure(model, list)
-    assert (max(model.widths), costs.can_pay) == (widest, num_worth > 0)
+    ratios = costs.measure(model, list)
+    assert (max(model.widths), pays(ratios)) == (widest, num_worth > 0)
     assert costs.num_worth([1.0] * 4, 90, 0, goes_back=False) == num_worth
 
 
 def test_a_model_that_no_draft_makes_faster_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its start, in figures, and drafts nothing."""
+    """At its start, in figures, and drafts nothing. The next start knows it and takes no pass."""
     model = LedModel(monkeypatch, lambda width: 0.99 * width)
-    tried = replace(loaded("qwen3"), module=model)
+    tried = replace(loaded("qwen3"), module=model, leaf_forms=())
     support = find_draft_support(tried, DraftSettings(is_on=True))
-    assert support.ways is None
-    assert support.notes == ("Nothing is drafted: a pass of 4 tokens takes 4.0 times as long as a pass of one.",)
+    said = ("Nothing is drafted: a pass of 4 tokens takes 4.0 times as long as one of a single token.",)
+    assert (support.ways, support.notes) == (None, said)
+    assert support.seen is not None and DraftsSeen.from_row(support.seen.row()) == support.seen
+    model.widths.clear()
+    again = find_draft_support(tried, DraftSettings(is_on=True), support.seen)
+    assert (again.ways, again.notes, again.seen, model.widths) == (None, said, support.seen, [])

@@ -27,7 +27,8 @@ def test_a_request_is_told_by_source() -> None:
 
 
 def test_totals_weigh_requests_by_their_steps() -> None:
-    """Tokens a step are those of all steps; requests without a draft change nothing."""
+    """Tokens a step are those of all steps; requests without a draft change nothing.
+    Failures are counted beside them."""
     totals = DraftTotals()
     assert totals.body()["tokens_per_step"] is None
     totals.add(FACTS)
@@ -36,3 +37,6 @@ def test_totals_weigh_requests_by_their_steps() -> None:
     body = totals.body()
     assert (body["num_drafted_tokens"], body["num_accepted_tokens"], body["num_steps"]) == (24, 14, 20)
     assert (body["tokens_per_step"], body["seconds_saved"]) == (1.5, 0.235)
+    assert body["num_failures"] == 0
+    totals.add_failure()
+    assert totals.body() == {**body, "num_failures": 1}
