@@ -51,7 +51,7 @@ def test_the_readmes_calls_are_for_both_ports() -> None:
     asked, explain = pasted.readme_calls(1234, 5678)
     assert asked[:2] == ["curl", "http://127.0.0.1:1234/v1/chat/completions"]
     assert json.loads(asked[-1])["messages"][0]["content"] == "What is the capital of France?"
-    assert explain == ["curl", "http://127.0.0.1:5678/v1/cache/explain?last"]
+    assert explain == ["curl", "http://127.0.0.1:5678/v1/cache/explain"]
 
 
 def test_every_client_is_told_of_the_context() -> None:
