@@ -32,7 +32,7 @@ def test_every_panel_asks_for_something_that_is_there() -> None:
 def test_the_documents_name_metrics_that_are_there() -> None:
     """A histogram by its name, a counter with its suffix."""
     known = names() | {PREFIX + each.name for each in DISTRIBUTIONS}
-    for document in (FILE.parent / "seeing.md", FILE.parent.parent / "README.md", FILE.parent.parent / "CHANGELOG.md"):
+    for document in (*FILE.parent.glob("*.md"), FILE.parent.parent / "README.md", FILE.parent.parent / "CHANGELOG.md"):
         named = set(re.findall(r"\bkvserve_\w+", document.read_text("utf-8")))
         assert named <= known, (document.name, named - known)
     assert len(re.findall(r"kvserve_\w+", (FILE.parent / "seeing.md").read_text("utf-8"))) > 10

@@ -1,4 +1,5 @@
-"""The README's lines for clients can be pasted: each block is whole, and all of them name the port that is open."""
+"""The lines for clients can be pasted: each block is whole, all of them name the port that is open, and the README has
+some of them as the page of clients has them."""
 
 import json
 import re
@@ -12,41 +13,55 @@ from tests.e2e.installing import PACKAGES, PYTHON_PACKAGES
 
 SECTIONS = {
     **{"claude": "Claude Code", "codex": "Codex", "opencode": "opencode", "pi": "PI", "openclaw": "OpenClaw"},
-    "aider": "aider",
-}
-"""Those of the README."""
-OTHERS = {
-    **{"qwen": "qwen-code", "kilo": "Kilo", "continue": "Continue", "cline": "Cline", "llm": "llm"},
+    **{"aider": "aider", "qwen": "qwen-code", "kilo": "Kilo", "continue": "Continue", "cline": "Cline", "llm": "llm"},
     "mini": "mini-swe-agent",
 }
-"""Those of docs/clients.md."""
+"""The sections of the page of clients, by where the client is installed."""
+IN_README = ("Claude Code", "Codex", "opencode")
 SDKS = ("The anthropic SDK", "The openai SDK")
 
 
 def test_every_client_that_is_tried_has_a_section() -> None:
     """And every section with lines to paste is one that is tried."""
-    assert {*SECTIONS, *OTHERS} == {*PACKAGES, *PYTHON_PACKAGES} - {"node24"}
-    readme, others = (page.read_text("utf-8") for page in pasted.PAGES)
-    part = readme[readme.index("## Point your client at it") : readme.index("## Endpoints")]
-    assert set(re.findall(r"^### (.*)$", part, re.MULTILINE)) == {*SECTIONS.values(), *SDKS}
-    assert re.findall(r"^### (.*)$", others, re.MULTILINE) == list(OTHERS.values())
+    assert set(SECTIONS) == {*PACKAGES, *PYTHON_PACKAGES} - {"node24"}
+    page = pasted.PAGE.read_text("utf-8")
+    assert re.findall(r"^### (.*)$", page, re.MULTILINE) == [*SECTIONS.values(), *SDKS]
 
 
-def test_the_readme_leads_to_the_sections_of_the_others() -> None:
-    """One row for each, to its heading."""
+def differences(readme: str) -> list[str]:
+    """What the README tells a reader to paste for a client, type or edit and the page of clients has otherwise."""
+    part = readme[readme.index("## Point your client at it") : readme.index("## See it work")]
+    found = re.findall(r"^([\w ]+)([:,][^\n]*)\n\n```(\w+)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    assert len(found) * 2 == part.count("\n```") and tuple(name for name, *_ in found) == IN_README
+    pastes = [(name, f"```{language}\n{text}```") for name, _, language, text in found]
+    typed = [(name, f"`{code}`") for name, line, *_ in found for code in re.findall(r"`([^`]+)`", line)]
+    return [text for name, text in (*pastes, *typed) if text not in pasted.section(name)]
+
+
+def test_the_readme_has_the_lines_of_the_page() -> None:
+    """To the letter: those of the page are the ones that are tried. One that differs is seen."""
     readme = pasted.README.read_text("utf-8")
-    anchors = re.findall(r"\(docs/clients\.md#([a-z-]+)\)", readme)
-    assert anchors == [name.lower() for name in OTHERS.values()]
+    assert differences(readme) == []
+    for text in ("_AUTO_COMPACT_WINDOW=131072", "model_context_window", "opencode.json", '"interleaved"'):
+        assert readme.count(text) == 1 and len(differences(readme.replace(text, "other"))) == 1
+
+
+def test_the_readmes_calls_are_for_both_ports() -> None:
+    """A question for LiteLLM's and one for the server's own; arguments as a shell makes them of the block."""
+    asked, explain = pasted.readme_calls(1234, 5678)
+    assert asked[:2] == ["curl", "http://127.0.0.1:1234/v1/chat/completions"]
+    assert json.loads(asked[-1])["messages"][0]["content"] == "What is the capital of France?"
+    assert explain == ["curl", "http://127.0.0.1:5678/v1/cache/explain"]
 
 
 def test_every_client_is_told_of_the_context() -> None:
     """Each has a row of the table, and all but three the number in their lines to paste."""
-    _, others = (page.read_text("utf-8") for page in pasted.PAGES)
-    table = others[others.index("## The length of the context") :]
+    page = pasted.PAGE.read_text("utf-8")
+    table = page[page.index("## The length of the context") :]
     named = {name for row in re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE) for name in row.split(", ")}
-    assert named == {"Client", *SECTIONS.values(), *OTHERS.values()}
-    told = {name for name in (*SECTIONS.values(), *OTHERS.values()) if "131072" in pasted.section(name)}
-    assert told == {*SECTIONS.values(), *OTHERS.values()} - {"aider", "llm", "mini-swe-agent"}
+    assert named == {"Client", *SECTIONS.values()}
+    told = {name for name in SECTIONS.values() if "131072" in pasted.section(name)}
+    assert told == {*SECTIONS.values()} - {"aider", "llm", "mini-swe-agent"}
 
 
 def test_configurations_of_the_clients_of_the_page() -> None:

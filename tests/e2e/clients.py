@@ -1,5 +1,5 @@
 """Real agent clients, each with a HOME of its own: how they are configured and asked. The lines of their configurations
-are the README's and, for the others, those of docs/clients.md (`more_clients.py`). `installing.py` brings the programs.
+are those of docs/clients.md, also for the others (`more_clients.py`). `installing.py` brings the programs.
 
 They run with a dead proxy for everything but loopback, so they speak to nobody else.
 """
@@ -88,7 +88,7 @@ class ClaudeCode(Client):
 
 
 def set_up_claude_code(home: Path, port: int) -> ClaudeCode:
-    """Claude Code for the server on this port, as the README says."""
+    """Claude Code for the server on this port, as docs/clients.md says."""
     for folder in ("node24", "claude"):
         install(folder)
     (home / "project").mkdir(parents=True)
@@ -120,11 +120,11 @@ check_for_update_on_startup = false
 [analytics]
 enabled = false
 """
-"""What a run without a person needs, around the README's lines."""
+"""What a run without a person needs, around the lines of docs/clients.md."""
 
 
 def set_up_codex(home: Path, port: int) -> Codex:
-    """Codex, configured for the server on this port as the README says."""
+    """Codex, configured for the server on this port as docs/clients.md says."""
     for folder in ("node24", "codex"):
         install(folder)
     settings = home / ".codex" / "config.toml"
@@ -148,7 +148,7 @@ class Opencode(Client):
 
 
 def set_up_opencode(home: Path, port: int, package: str, max_tokens: int) -> Opencode:
-    """opencode for the server on this port as the README says; the provider's package chooses the protocol."""
+    """opencode for the server on this port as docs/clients.md says; the provider's package chooses the protocol."""
     for folder in ("node24", "opencode"):
         install(folder)
     configuration = pasted.configuration("opencode", port, max_tokens)
@@ -175,21 +175,21 @@ class Aider(Client):
 
 
 def set_up_aider(home: Path, port: int) -> Aider:
-    """aider for the server on this port, as the README says."""
+    """aider for the server on this port, as docs/clients.md says."""
     install_python("aider")
     (home / "project").mkdir(parents=True)
     return Aider(home, port)
 
 
 def set_up_pi(home: Path, port: int, max_tokens: int) -> Pi:
-    """PI, configured for the server on this port as the README says."""
+    """PI, configured for the server on this port as docs/clients.md says."""
     for folder in ("node24", "pi"):
         install(folder)
     return Pi(home_with(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens)))
 
 
 def set_up_openclaw(home: Path, port: int, max_tokens: int) -> OpenClaw:
-    """OpenClaw, configured for the server on this port as the README says; it works in its project folder."""
+    """OpenClaw, configured for the server on this port as docs/clients.md says; it works in its project folder."""
     for folder in ("node24", "openclaw"):
         install(folder)
     configuration = pasted.configuration("OpenClaw", port, max_tokens)

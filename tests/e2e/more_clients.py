@@ -1,5 +1,5 @@
 """Real clients that docs/clients.md configures, each with a HOME of its own, and how they are asked. `clients.py` has
-those of the README. Their tools run without asking, in the client's project.
+the others of it. Their tools run without asking, in the client's project.
 """
 
 import json

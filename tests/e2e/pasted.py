@@ -1,5 +1,4 @@
-"""What the README and docs/clients.md tell a reader to paste for each client, as it stands there. It knows Markdown and
-no client.
+"""What docs/clients.md and the README tell a reader to paste, as it stands there. It knows Markdown and no client.
 
 The end-to-end tests configure clients with this, so each line that a reader pastes is one that was tried; of it they
 change the port and the limits of answers alone.
@@ -14,16 +13,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "clients.md")
+PAGE = ROOT / "docs" / "clients.md"
 PORT = "127.0.0.1:4000"
+OWN_PORT = "127.0.0.1:8080"
 LIMITS = ("maxTokens", "output")
 """How configurations call the tokens of an answer."""
 
 
 def section(client: str) -> str:
-    """The text of a client's section, on whichever page it is."""
-    text = "".join(page.read_text("utf-8") for page in PAGES)
-    found = re.findall(rf"^### {re.escape(client)}\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
+    """The text of a client's section of the page of clients."""
+    found = re.findall(rf"^### {re.escape(client)}\n(.*?)(?=^##)", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert len(found) == 1, f"{len(found)} sections {client!r}"
     return str(found[0])
 
@@ -33,6 +32,13 @@ def block(client: str, language: str, port: int, number: int = 0) -> str:
     text = re.findall(rf"^```{language}\n(.*?)^```", section(client), re.MULTILINE | re.DOTALL)[number]
     assert PORT in text
     return str(text).replace(PORT, f"127.0.0.1:{port}")
+
+
+def readme_calls(proxy_port: int, port: int) -> list[list[str]]:
+    """The README's blocks of shell that call a running server with curl, as arguments, for a server on these ports."""
+    blocks = re.findall(r"^```sh\n(curl .*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    moved = (text.replace(PORT, f"127.0.0.1:{proxy_port}").replace(OWN_PORT, f"127.0.0.1:{port}") for text in blocks)
+    return [shlex.split(text.replace("\\\n", " ")) for text in moved]
 
 
 def configuration(client: str, port: int, max_tokens: int, number: int = 0) -> dict[str, Any]:

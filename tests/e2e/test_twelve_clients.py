@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 FAMILY = "qwen3_5"
 MIN_REUSE = 0.9
 PORTS = {"kvserve": 8080, "litellm": 4000}
-"""The ports as the README calls them."""
+"""The ports as the documents call them."""
 OPENAI_CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """How mini-swe-agent is told that a task is done."""
