@@ -72,7 +72,7 @@ def grammar_of(lark: str, num_prompt_tokens: int = len(PROMPT)) -> GrammarProces
 
 @pytest.mark.parametrize("accepted", sampled(("none", "half", "all"), ("half", "all")))
 def test_an_answer_under_a_grammar_is_the_one_without_drafts(accepted: str) -> None:
-    """Also where its stop token is drafted; what the grammar forbids is not tried."""
+    """Also where its stop token is drafted; what the grammar forbids is not tried, and what it forces always is."""
     model = loaded("qwen3")
     stop = sorted(load_tokenizer(tiny_model("qwen3")).stop_token_ids)
     each = request(PROMPT, 40, stop=stop, temperature=1.0, seed=4)
@@ -80,7 +80,7 @@ def test_an_answer_under_a_grammar_is_the_one_without_drafts(accepted: str) -> N
     found = decoded(model, with_drafts(each, plain, accepted), [grammar_of(FORM)])
     assert_same(found, plain)
     assert_kept(model, found.left)
-    assert (found.end.drafting.num_accepted_tokens > 0) == (accepted != "none")
+    assert (found.end.drafting.by_source["conversation"].num_accepted > 0) == (accepted != "none")
 
 
 def test_what_a_grammar_forbids_is_left_out_of_a_draft() -> None:
@@ -283,7 +283,8 @@ def test_a_row_that_breaks_with_drafts_goes_on_without(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("new_cache", sampled((Unmergeable, HidesItsArrays, ShortMemory), (HidesItsArrays,)))
 def test_caches_that_do_not_come_back_decode_plainly(monkeypatch: pytest.MonkeyPatch, new_cache: type) -> None:
-    """What was found by trying holds, whatever the class: the text is the same, and passes are saved where it can."""
+    """What was found by trying holds, whatever the class: the text is the same, and nothing is drafted. A class that is
+    kept whole and writes into its arrays is among them, though it could be trimmed."""
     use_cache(monkeypatch, new_cache)
     with running_engine() as engine, drafts_tried():
         plain = generate(engine, request(PROMPT, NUM_TOKENS))[0]
@@ -292,7 +293,7 @@ def test_caches_that_do_not_come_back_decode_plainly(monkeypatch: pytest.MonkeyP
         found = generate(engine, drafted)[0]
     assert_exact(found, plain.tokens)
     assert isinstance(found.end, GenerationDone)
-    assert (found.end.drafting.num_accepted_tokens > 0) == (new_cache is Unmergeable)
+    assert found.end.drafting.num_drafted_tokens == 0
 
 
 def test_a_class_that_writes_into_what_is_held_is_found() -> None:
