@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from kvserve.engine.pass_costs import FIRST_WIDTHS, MAX_PASS_TOKENS, MEASURED_WIDTHS, PassCosts, pays
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, MEASURED_WIDTHS, UNPAID_WIDTHS, PassCosts, pays
 from kvserve.engine.retreat import Way
 from kvserve.engine.width_noise import WIDTHS, WidthNoise
 
@@ -58,7 +58,7 @@ class DraftsSeen:
             for width, difference, num_other, num_tokens in row["noises"]
         )
         ratios = {int(width): float(ratio) for width, ratio in row["ratios"]}
-        widths = (WIDTHS, MEASURED_WIDTHS) if pays(ratios) else ((), FIRST_WIDTHS)
+        widths = (WIDTHS, MEASURED_WIDTHS) if pays(ratios) else ((), UNPAID_WIDTHS)
         if (tuple(noise.width for noise in noises), tuple(ratios)) != widths:
             raise ValueError("passes of other widths")
         if not all(1 <= ratio < math.inf for ratio in ratios.values()):

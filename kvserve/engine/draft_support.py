@@ -1,9 +1,9 @@
 """What a model's caches allow of drafts, found by trying: a row goes through a pass with wrong tokens, comes back and
 goes on, and must be the row that never met them. It knows what must be true of caches of any class, no model's name.
 
-That takes at most twenty passes of a few tokens, of more where a class that is unknown names a length, and twice as
-many where KV is quantised; then passes are measured, and compared with single steps. An earlier start's findings stand
-for all of these passes (`DraftsSeen`, 0079).
+First passes are measured: where no draft pays nothing else is done. The trial takes at most twenty passes of a few
+tokens, of more where a class that is unknown names a length, and twice as many where KV is quantised; then wide passes
+are compared with single steps. An earlier start's findings stand for all of these passes (`DraftsSeen`, 0079).
 """
 
 import math
@@ -65,7 +65,7 @@ def _found(
         seen = None
     ratios = seen.ratios if seen is not None else costs.measure(model.module, model.new_caches)
     if not pays(ratios):
-        return _unpaid(ways, ratios, costs, is_on=settings.is_on)
+        return _unpaid(ways, ratios, costs, is_on=settings.is_on, is_known=seen is not None)
     if seen is None:
         _prove_all(model, ways, num_extra)
     else:
@@ -83,12 +83,14 @@ def _found(
     return DraftSupport(ways, "", row_bytes, costs, notes, DraftsSeen(ways, noises, ratios))
 
 
-def _unpaid(ways: tuple[Way, ...], ratios: Mapping[int, float], costs: PassCosts, *, is_on: bool) -> DraftSupport:
-    """Of a model that computes token after token, as one in 4 bits does on a CPU."""
+def _unpaid(
+    ways: tuple[Way, ...], ratios: Mapping[int, float], costs: PassCosts, *, is_on: bool, is_known: bool
+) -> DraftSupport:
+    """Of a model that computes token after token, as one in 4 bits does on a CPU. `is_known`: from an earlier start."""
     width = max(ratios)
     why_not = f"a pass of {width} tokens takes {ratios[width]:.1f} times as long as one of a single token"
-    seen = DraftsSeen(ways, (), ratios) if is_on else None
-    return DraftSupport(None, why_not, 0, costs, (f"Nothing is drafted: {why_not}.",), seen)
+    note = f"Nothing is drafted: {why_not}{' (found at an earlier start)' if is_known else ''}."
+    return DraftSupport(None, why_not, 0, costs, (note,), DraftsSeen(ways, (), ratios) if is_on else None)
 
 
 def _is_still_so(model: LoadedModel, noises: Sequence[WidthNoise]) -> bool:

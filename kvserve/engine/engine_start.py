@@ -61,7 +61,7 @@ class EngineStart:
     """The start of one engine, and the end of what it set up. Belongs to the engine thread.
 
     `ledger`: all memory that grows with work, None while there is no model. `outside`: what others hold for the model.
-    `can_draft`: the model was loaded to be drafted for, and its caches allow that.
+    `can_draft`: the model was loaded to be drafted for, its caches allow that, and it pays.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class EngineStart:
         draft, draft_look = self._loaded_draft()
         model, look = self._loaded(self._folder, self._settings.kv, self._digest)
         support, model = model.cache_support, self._with_drafts(replace(model, draft=draft), look, began_at)
+        draft = model.draft
         plan = self._settings.memory_plan(model)
         notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.all_weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
@@ -128,6 +129,9 @@ class EngineStart:
         drafts = find_draft_support(model, settings, look.drafts, NOISE_SHARE * (perf_counter() - began_at))
         for line in drafts.notes:
             self._note(line)
+        if drafts.ways is None and model.draft is not None:
+            self._note("DRAFT_MODEL is not used and takes no memory: its drafts would take as many passes.")
+            model = replace(model, draft=None)
         return replace(model, drafts=drafts)
 
     def _loaded_draft(self) -> tuple[LoadedModel | None, CacheLook | None]:

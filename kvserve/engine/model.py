@@ -155,7 +155,7 @@ class LoadedModel:
 
     @property
     def can_draft(self) -> bool:
-        """Whether next tokens may be drafted: that is wanted, and rows come back from a pass."""
+        """Whether next tokens may be drafted: that is wanted, pays, and rows come back from a pass."""
         return self.drafts is not None and self.drafts.ways is not None
 
     def new_caches(self) -> list[Any]:

@@ -16,7 +16,10 @@ MAX_PASS_TOKENS = 16
 """No pass of a row that decodes is wider: what a draft brings is used up before."""
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16)
-FIRST_WIDTHS = MEASURED_WIDTHS[:3]
+FIRST_WIDTHS = (1, 2, 4)
+UNPAID_WIDTHS = (*FIRST_WIDTHS, MAX_PASS_TOKENS)
+"""What is measured of a model that no draft makes faster."""
+
 NUM_ROUNDS = 3
 NUM_MEASURED_TOKENS = NUM_ROUNDS * sum(MEASURED_WIDTHS)
 """About as long is the row by which they are measured."""
@@ -44,15 +47,19 @@ class PassCosts:
         self._may_compile: set[int] = set()
 
     def measure(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> dict[int, float]:
-        """Try one row in passes of each width; wider ones only where the narrow ones save anything (`pays`): a model
-        that computes token after token would be slow to start for nothing. Returns what another process may `guess`
-        with."""
+        """Try one row in passes of each width; all of them only where one of the narrow ones, or the widest, saves
+        anything (`pays`): a model that computes token after token would be slow to start for nothing. Some kernels take
+        many tokens at once and few one by one, so the widest is asked before that is believed. Returns what another
+        process may `guess` with."""
         fastest = _fastest(module, new_caches, FIRST_WIDTHS)
+        if not pays(_ratios(fastest)):
+            fastest |= _fastest(module, new_caches, (MAX_PASS_TOKENS,), num_rounds=1)
         if pays(_ratios(fastest)):
-            fastest |= _fastest(module, new_caches, MEASURED_WIDTHS[len(FIRST_WIDTHS) :])
+            others = (width for width in MEASURED_WIDTHS if width not in FIRST_WIDTHS)
+            fastest |= _fastest(module, new_caches, tuple(others))
         for width, seconds in fastest.items():
             self.note(width, NUM_MEASURED_TOKENS, seconds)
-        return _ratios(fastest)
+        return _ratios(dict(sorted(fastest.items())))
 
     def guess(self, ratios: Mapping[int, float]) -> None:
         """Begin with how many plain steps passes took by width in another process; what is measured here replaces it,
@@ -151,12 +158,15 @@ def pays(ratios: Mapping[int, float]) -> bool:
 
 
 def _fastest(
-    module: Callable[..., Any], new_caches: Callable[[], list[Any]], widths: Sequence[int]
+    module: Callable[..., Any],
+    new_caches: Callable[[], list[Any]],
+    widths: Sequence[int],
+    num_rounds: int = NUM_ROUNDS,
 ) -> dict[int, float]:
-    """Seconds of the fastest of three passes of each width, in turns, so that each meets what else the machine does.
+    """Seconds of the fastest of some passes of each width, in turns, so that each meets what else the machine does.
     The first may compile, and a width that something else delayed would be turned off: it would never be tried."""
     caches, seconds = new_caches(), {width: list[float]() for width in widths}
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         for width in widths:
             started = perf_counter()
             logits = module(mx.array([[1 + (37 * place) % 89 for place in range(width)]]), cache=caches)

@@ -19,6 +19,7 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.pass_costs import PassCosts
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import prompt_of, request
+from tests.starts import always_paying
 
 NUM_TOKENS = 24
 TOLERANCE = 1e-4
@@ -90,9 +91,10 @@ _supports: dict[int, tuple[LoadedModel, DraftSupport]] = {}
 
 
 def new_pool(model: LoadedModel) -> DecodePool:
-    """A pool that knows what this model's caches allow."""
+    """A pool that knows what this model's caches allow, whatever passes take on a busy machine."""
     if id(model) not in _supports:
-        _supports[id(model)] = (model, find_draft_support(model))
+        with always_paying():
+            _supports[id(model)] = (model, find_draft_support(model))
     pool = DecodePool(model, 4)
     pool._draft_support = _supports[id(model)][1]
     return pool

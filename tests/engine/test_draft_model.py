@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from kvserve.core import Drafted, GenerationDone, GenerationRequest
+from kvserve.engine import draft_support
 from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
+from kvserve.engine.draft_nouns import DraftSettings
 from kvserve.engine.engine_settings import DiskSettings, DraftStatus
 from kvserve.engine.model import load
 from kvserve.engine.prefix_cache import PrefixCache
@@ -20,7 +22,15 @@ from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from tests.engine.drafts import Silent, drafted, drafted_engine
-from tests.engine.engines import Result, collect, do_all_idle_work, generate, prompt_of, request
+from tests.engine.engines import (
+    Result,
+    collect,
+    do_all_idle_work,
+    engine_settings,
+    generate,
+    prompt_of,
+    request,
+)
 from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
 
@@ -201,3 +211,28 @@ def test_caches_that_do_not_come_back_are_refused(family: str, monkeypatch: pyte
         refuse_unfit(fit, "small")
     with pytest.raises(ModelLoadError, match="cannot be kept"):
         refuse_unfit(replace(fit, cache_support=replace(fit.cache_support, can_keep=False)), "small")
+
+
+def test_a_draft_model_that_no_draft_pays_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes would save nothing: it takes no memory, which the start says, and answers come as without it."""
+    lines: list[str] = []
+    monkeypatch.setattr(draft_support, "pays", lambda _: False)
+    folder, drafts = tiny_model("llama"), DraftSettings(is_on=True)
+    engine = Engine(
+        folder,
+        engine_settings(draft_folder=folder, drafts=drafts),
+        grammar_tokenizer=lambda _: None,
+        report=pytest.fail,
+        note=lines.append,
+    )
+    engine.start()
+    try:
+        plan = engine._settings.memory_plan(engine.wait_until_ready(60))
+        assert (engine.can_draft, engine.status.draft_model, plan.draft, plan.draft_bytes) == (False, None, None, 0)
+        assert len(ask(engine, request(PROMPT, 4)).tokens) == 4
+    finally:
+        engine.stop(60)
+    assert [line.partition(":")[0] for line in lines] == [
+        "Nothing is drafted",
+        "DRAFT_MODEL is not used and takes no memory",
+    ]

@@ -281,6 +281,13 @@ def test_a_row_that_breaks_with_drafts_goes_on_without(monkeypatch: pytest.Monke
     assert_same(found, plain)
 
 
+WHY_NOT = {
+    Unmergeable: "Unmergeable writes into its arrays",
+    HidesItsArrays: "a row that comes back from wrong tokens has logits that are off",
+    ShortMemory: "a row that comes back from wrong tokens has logits that are off",
+}
+
+
 @pytest.mark.parametrize("new_cache", sampled((Unmergeable, HidesItsArrays, ShortMemory), (HidesItsArrays,)))
 def test_caches_that_do_not_come_back_decode_plainly(monkeypatch: pytest.MonkeyPatch, new_cache: type) -> None:
     """What was found by trying holds, whatever the class: the text is the same, and nothing is drafted. A class that is
@@ -291,9 +298,11 @@ def test_caches_that_do_not_come_back_decode_plainly(monkeypatch: pytest.MonkeyP
         engine.clear_cache()
         drafted = replace(request(PROMPT, NUM_TOKENS), drafter=LedDrafter(plain.tokens, lambda place: place % 3 == 1))
         found = generate(engine, drafted)[0]
+        why_not = engine._ask(lambda scheduler: scheduler._pool.draft_support.why_not)
     assert_exact(found, plain.tokens)
     assert isinstance(found.end, GenerationDone)
     assert found.end.drafting.num_drafted_tokens == 0
+    assert WHY_NOT[new_cache] in why_not, why_not
 
 
 def test_a_class_that_writes_into_what_is_held_is_found() -> None:

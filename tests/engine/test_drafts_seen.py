@@ -131,8 +131,15 @@ def test_ways_that_are_not_those_of_the_caches_are_tried_and_not_taken(tries: li
     assert found.ways == seen.ways and "hold" in seen.ways and tries == ALL
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1e9])
-def test_costs_that_are_wrong_change_no_word(ratio: float) -> None:
+@pytest.mark.parametrize(
+    ("ratios", "may_draft"),
+    [
+        pytest.param((1.0, 1.0), True, id="too cheap"),
+        pytest.param((1.8, 1e9), True, id="too dear, but for the narrowest"),
+        pytest.param((1e9, 1e9), False, id="no draft pays"),
+    ],
+)
+def test_costs_that_are_wrong_change_no_word(ratios: tuple[float, float], may_draft: bool) -> None:
     """However many tokens are tried because of them; what passes take is measured meanwhile."""
     model, (_, seen), each = loaded("qwen3_5"), found_of("qwen3_5"), request(PROMPT, NUM_ANSWER_TOKENS)
 
@@ -146,12 +153,14 @@ def test_costs_that_are_wrong_change_no_word(ratio: float) -> None:
         return answered(row, left[0])
 
     plain = answer(find_draft_support(model, ON, seen), None)
-    wrong = find_draft_support(model, ON, replace(seen, ratios=dict.fromkeys(MEASURED_WIDTHS, ratio) | {1: 1.0}))
+    narrow, wide = ratios
+    remembered = dict.fromkeys(MEASURED_WIDTHS, wide) | {1: 1.0, 2: narrow}
+    wrong = find_draft_support(model, ON, replace(seen, ratios=remembered))
     drafter = with_drafts(each, plain, "half").drafter
     assert isinstance(drafter, LedDrafter)
     found = answer(wrong, drafter)
     assert found.tokens == plain.tokens
-    assert bool(found.end.drafting.num_drafted_tokens) is (ratio == 1.0) is (wrong.ways is not None)
+    assert bool(found.end.drafting.num_drafted_tokens) is (wrong.ways is not None) is may_draft
 
 
 def test_noise_that_is_wrong_makes_no_exact_pass_wider(monkeypatch: pytest.MonkeyPatch) -> None:
