@@ -86,7 +86,7 @@ def _found(
 def _unpaid(
     ways: tuple[Way, ...], ratios: Mapping[int, float], costs: PassCosts, *, is_on: bool, is_known: bool
 ) -> DraftSupport:
-    """Of a model that computes token after token, as one in 4 bits does on a CPU. `is_known`: from an earlier start."""
+    """Of a model that computes token after token. `is_known`: from an earlier start."""
     width = max(ratios)
     why_not = f"a pass of {width} tokens takes {ratios[width]:.1f} times as long as one of a single token"
     note = f"Nothing is drafted: {why_not}{' (found at an earlier start)' if is_known else ''}."
