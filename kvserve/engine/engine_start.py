@@ -130,7 +130,7 @@ class EngineStart:
         for line in drafts.notes:
             self._note(line)
         if drafts.ways is None and model.draft is not None:
-            self._note("DRAFT_MODEL is not used and takes no memory: its drafts would take as many passes.")
+            self._note("DRAFT_MODEL is not used and takes no memory: nothing can be drafted.")
             model = replace(model, draft=None)
         return replace(model, drafts=drafts)
 
