@@ -43,7 +43,8 @@ SCRIPT_SEED = 4711
 class Chat:
     """An answer put together from its chunks, or read from its one body: the same shape either way.
 
-    `usage` is without the cached tokens, which depend on what was asked before and do not count in comparisons.
+    `usage` is without the cached tokens and those of drafts, which depend on what was asked before and do not count in
+    comparisons.
     """
 
     reasoning: str
@@ -361,10 +362,13 @@ def whole(body: Mapping[str, Any]) -> Chat:
 
 
 def split_usage(usage: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, int | None]:
-    """Usage without its cached tokens, and these."""
+    """Usage without its cached and its drafted tokens, and the cached ones."""
     if usage is None:
         return None, None
     rest = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+    if (details := usage.get("completion_tokens_details")) is not None:
+        said = {name: value for name, value in details.items() if not name.endswith("_prediction_tokens")}
+        rest["completion_tokens_details"] = said
     return rest, int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
