@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.template_reference import Conversation, Wire
-from kvserve.app.model_factory import row_of_calls, unheld_calls
+from kvserve.app.model_factory import read_calls, row_of_calls, unheld_calls
 from kvserve.core import CallRow, Message, RequestDefaults, RequestId, SamplingParams, ToolSpec
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.boundaries import MessageMarkers, learn_markers
 from kvserve.prompt.call_row import NoRow
+from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.thinking_tags import own_thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.prompt.told_row import told_row
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.requests.call_ids import CallIds
 
@@ -28,7 +30,8 @@ _DEFAULTS = RequestDefaults(SamplingParams(), max_tokens=1, thinking=True, prese
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All that makes prompts and reads answers. `unheld` is why calls are not held in the model's own form."""
+    """All that makes prompts and reads answers. `unheld` is why calls are not held in the model's own form; `in_words`
+    writes the calls that the template asks for in words and has no place for."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -37,6 +40,7 @@ class Model:
     output_format: OutputFormat
     call_ids: CallIds
     unheld: str | None
+    in_words: CallWords | None = None
 
     def prompt(self, said: Conversation) -> PromptText:
         """The prompt of a conversation that stands by itself."""
@@ -66,6 +70,7 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
         output_format,
         CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
         unheld_calls(template, output_format, row),
+        CallWords(told) if (told := told_row(tokenizer, read_calls)) is not None else None,
     )
 
 

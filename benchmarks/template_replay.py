@@ -153,12 +153,27 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
         if num_kept == len(kept):
             continue
         if num_kept >= len(before.ids) - len(before.tail_ids) and is_dropped(model, reference, talk):
+            if (odd := _own_ids(model, kept[len(before.ids) :])) and not _holds(after.ids[num_kept:], odd):
+                return f"behind the dropped thinking: {model.tokenizer.decode(after.ids[num_kept:])[:60]!r}"
             return Dropped("the template drops earlier thinking")
         same = moved(model, reference, Conversation(tuple(talk.messages), talk.tools, talk.thinking), num_said)
         if same is not None and model.tokenizer.decode(after.ids[:num_kept]).startswith(same):
             return Dropped("the template changes what stands before the turn")
         return _lost(model, kept, after.ids, num_kept)
     return None
+
+
+def _own_ids(model: Model, answer: Sequence[int]) -> tuple[int, ...]:
+    """The ids of an answer behind its thinking, from the first one on that begins with a word or a tag."""
+    closing, decode = _closing(model), model.tokenizer.decode
+    behind = next((n for n in range(1, len(answer) + 1) if closing in decode(answer[:n])), 0)
+    first = next((n for n in range(behind, len(answer)) if decode(answer[n : n + 1])[:1].strip()), len(answer))
+    return tuple(answer[first:])
+
+
+def _holds(ids: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether these ids stand among the others, in one piece."""
+    return any(tuple(ids[start : start + len(part)]) == tuple(part) for start in range(len(ids) - len(part) + 1))
 
 
 def misread(echoed: Wire, turn: Wire) -> str | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from benchmarks.template_cases import answer, result, user
 from benchmarks.template_model import Model
 from benchmarks.template_reference import Conversation, NotRendered, Reference, Rendered, Spelling, Wire, without_tools
+from kvserve.core import ToolCallBlock
+from kvserve.prompt.call_words import CallWords
 
 RESULT = "kwresult"
 _ASKED = "Do it."
@@ -31,11 +33,20 @@ def native_turn(
     model: Model, reference: Reference, said: Wire, tools: Sequence[Wire], *, thinking: bool = False
 ) -> NativeTurn | NotRendered:
     """The turn that says `said` right behind a user's question, in history: results or another question follow. A
-    template that ends an answer with another token in history than the model does is asked for the last answer."""
+    template that ends an answer with another token in history than the model does is asked for the last answer. Calls
+    that it asks for in words are the text of an answer, as the model writes them."""
+    if said.get("tool_calls") and model.in_words is not None:
+        said = {**said, "content": (said.get("content") or "") + _in_words(model.in_words, said)}
+        said.pop("tool_calls")
     behind = tuple(result(call["id"], RESULT) for call in said.get("tool_calls") or ()) or (user(RESULT),)
     turn = _turn(model, reference, said, behind, tools, thinking=thinking)
     is_open = turn == UNENDED and not said.get("tool_calls")
     return _turn(model, reference, said, (), tools, thinking=thinking) if is_open else turn
+
+
+def _in_words(words: CallWords, said: Wire) -> str:
+    calls = [(call["id"], call["function"]) for call in said["tool_calls"]]
+    return words.calls([ToolCallBlock(id, function["name"], function["arguments"]) for id, function in calls])
 
 
 def _turn(

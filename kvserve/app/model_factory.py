@@ -45,6 +45,7 @@ from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.thinking_tags import own_thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.prompt.told_row import told_row
 from kvserve.requests.call_ids import CallIds
 from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import Observer
@@ -327,10 +328,13 @@ def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> GeneratedM
 
 
 def row_of_calls(tokenizer: Tokenizer) -> CallRow | NoRow | None:
-    """How the template writes calls, or why that could not be told; None where they are read anyway."""
+    """How the template writes calls, or asks for them in words, or why that could not be told; None where they are read
+    anyway."""
     template = tokenizer.chat_template or ""
     if own_call_tag(template) is None:
-        return call_row(tokenizer, read_calls)
+        row = call_row(tokenizer, read_calls)
+        told = told_row(tokenizer, read_calls) if isinstance(row, NoRow) else None
+        return row if told is None else told
     row = call_row(tokenizer, read_calls) if may_spell_values(template) else None
     return row if isinstance(row, CallRow) else None
 

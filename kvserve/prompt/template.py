@@ -110,6 +110,8 @@ def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Template
     called = shown_call(asked, spoken) if row is None else CallWords(row).calls(EXAMPLES[:1])
     if dialect is not None:
         dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
+    if tool_dialect is not None and not tool_dialect.calls:
+        tool_dialect = replace(tool_dialect, words=CallWords(row))
     switches = find_switches(prober, dialect.form) if dialect is not None else find_switches(asked, spoken.form)
     found = sample(asked, spoken)
     if dialect is None:  # nothing is written without tools, and a tag that stands there is no call's own

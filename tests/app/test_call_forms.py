@@ -17,7 +17,6 @@ from tests.prompt.turns import Family
 from tests.prompt.vocabularies import TEMPLATES, template_family, tokens_in
 
 UNHELD = {
-    "granite3_3": "lists tools and shows no call (it writes no calls)",
     "kimi_k2": "(it refuses calls: SecurityError: access to attribute 'append' of 'list' object is unsafe.)",
     "lfm2": "lists tools and shows no call (it writes no calls)",
 }
@@ -36,7 +35,9 @@ def unheld(of: Family) -> str | None:
 
 
 @sampled_cells(lambda name, **_: name in ("gemma4", "gpt_oss", "kimi_k2", "qwen3_coder", "seed_oss"))
-@pytest.mark.parametrize("name", sampled(TEMPLATES, {*UNHELD, "gemma4", "gpt_oss", "llama3_1", "qwen3_coder"}))
+@pytest.mark.parametrize(
+    "name", sampled(TEMPLATES, {*UNHELD, "granite3_3", "gemma4", "gpt_oss", "llama3_1", "qwen3_coder"})
+)
 def test_what_is_not_read_back_is_found_with_its_reason(name: str) -> None:
     """By rendering a call and reading it, not by names."""
     found = unheld(template_family(name))

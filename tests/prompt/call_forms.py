@@ -25,6 +25,7 @@ from kvserve.output.tool_parsers.derived import form_of
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.compiled import CompiledTemplate
+from kvserve.prompt.told_row import find_told_row
 from tests.calls import calls_of
 from tests.prompt.vocabularies import SHARED, TEMPLATES
 
@@ -109,6 +110,13 @@ def found_row(name: str) -> CallRow | NoRow:
     if known is not None and isinstance(found, CallRow) and own_call_tag(form_of(found).open_tag) is not None:
         return NoRow(f"{known} is read anyway, with values as they are spelt")
     return found
+
+
+def told_or_found_row(name: str) -> CallRow | NoRow:
+    """The same, or what a template asks for in words and does not write."""
+    found = found_row(name)
+    told = find_told_row(CompiledTemplate(source_of(name), VARIABLES), read_calls) if isinstance(found, NoRow) else None
+    return found if told is None else told
 
 
 class DerivedRows(Mapping[str, CallRow]):

@@ -13,7 +13,7 @@ from kvserve.prompt.call_words import ARGUMENT, FUNCTION, VALUE
 from kvserve.prompt.template import ChatTemplate
 from tests.laws import sampled
 from tests.output.test_grammar import Setup, byte_tokenizer
-from tests.prompt.call_forms import ANY, READ, SMALL, conversation, found_row, source_of
+from tests.prompt.call_forms import ANY, READ, SMALL, conversation, source_of, told_or_found_row
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.vocabularies import TEMPLATES, tokens_in
 
@@ -49,7 +49,7 @@ def told_later(template: ChatTemplate) -> str:
 
 @cache
 def template_of(name: str) -> tuple[ChatTemplate, OutputFormat]:
-    source, row = source_of(name), found_row(name)
+    source, row = source_of(name), told_or_found_row(name)
     derived = row if isinstance(row, CallRow) else None
     backend = byte_level_backend().from_str(byte_level_backend().to_str())
     backend.add_special_tokens(tokens_in(source))

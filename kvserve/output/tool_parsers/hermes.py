@@ -3,7 +3,7 @@
 A call ends with its JSON value, so a closing tag inside a string is text. A list of such objects is several calls. An
 object with other keys is not a call: reading it as one would drop those keys. A call is certain once its arguments open
 behind its name; its last bracket and the closing tag may then be missing at the end of the turn or before the next
-call.
+call. Behind a whole value the closing tag may be missing at the end of the turn: Granite 3.1 writes none.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.chains import end_of_call
 from kvserve.output.tool_parsers.draft import CallDraft
 from kvserve.output.tool_parsers.form import (
+    END,
     CallForm,
     NotACall,
     ParsedCall,
@@ -36,7 +37,8 @@ def scan(tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
         draft.write("}")
         draft.num_behind = len(OPEN) if end is not None and end[-1] == OPEN else 0
         return [ParsedCall(draft.name, read_arguments(arguments))]
-    yield from one_of((yield from skip_space((yield))), (CLOSE,))
+    if (char := (yield from skip_space((yield)))) != END:
+        yield from one_of(char, (CLOSE,))
     return read_calls(text)
 
 
