@@ -153,7 +153,9 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
         if num_kept == len(kept):
             continue
         if num_kept >= len(before.ids) - len(before.tail_ids) and is_dropped(model, reference, talk):
-            if (odd := _own_ids(model, kept[len(before.ids) :])) and not _holds(after.ids[num_kept:], odd):
+            if (odd := _own_ids(model, kept[len(before.ids) :])) and not _holds(
+                after.ids[len(before.ids) - len(before.tail_ids) :], odd
+            ):
                 return f"behind the dropped thinking: {model.tokenizer.decode(after.ids[num_kept:])[:60]!r}"
             return Dropped("the template drops earlier thinking")
         same = moved(model, reference, Conversation(tuple(talk.messages), talk.tools, talk.thinking), num_said)
@@ -164,9 +166,12 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
 
 
 def _own_ids(model: Model, answer: Sequence[int]) -> tuple[int, ...]:
-    """The ids of an answer behind its thinking, from the first one on that begins with a word or a tag."""
-    closing, decode = _closing(model), model.tokenizer.decode
+    """The ids of an answer behind its thinking, from the first one on that begins with a word or a tag; a header that
+    stands there is the template's."""
+    closing, header, decode = _closing(model), model.stitcher.layout.header, model.tokenizer.decode
     behind = next((n for n in range(1, len(answer) + 1) if closing in decode(answer[:n])), 0)
+    if decode(answer[behind:]).startswith(header):
+        behind = next(n for n in range(behind, len(answer)) if len(decode(answer[behind:n])) >= len(header))
     first = next((n for n in range(behind, len(answer)) if decode(answer[n : n + 1])[:1].strip()), len(answer))
     return tuple(answer[first:])
 

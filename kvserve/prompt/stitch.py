@@ -8,10 +8,11 @@ writings the ids are those of the whole text; with them the ids have the text's 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import ImageSpan, MessageStart, Written
+from kvserve.prompt.behind_thinking import own_end
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
@@ -29,13 +30,12 @@ from kvserve.prompt.token_replay import (
     behind_header,
     find_units,
 )
+from kvserve.prompt.token_rows import TokenRow, joined_ids, joined_images, joined_starts
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
 
 MEMO_BYTES = 128 * 2**20
-_BYTES_PER_TOKEN = 8
-"""Equal ids share one int object, which makes copying a long prompt fast."""
 _WORD = "said"
 _MAX_END_PIECES = 3
 
@@ -58,15 +58,6 @@ class Stitched:
 
 
 @dataclass(frozen=True, slots=True)
-class _PieceTokens:
-    """The ids of a piece, and the message starts and images in it, counted from its own start."""
-
-    ids: tuple[int, ...]
-    starts: tuple[MessageStart, ...]
-    images: tuple[ImageSpan, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Emitted:
     """A turn that the model wrote: its text with the prompt's `tail` before it, its content (None: it cannot be
     replayed), its ids."""
@@ -75,17 +66,27 @@ class _Emitted:
     text: str
     tail: str
     said: MessageParts | None
-    tokens: _PieceTokens
+    tokens: TokenRow
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """`emitted` replaces the pieces from its own up to `stop`; `lead` stands before it, `closing` follows it."""
+    """The `tokens` that the model emitted replace the pieces from their own up to `stop`; `lead` stands before them,
+    `closing` follows. `is_whole`: they are all of the turn, and not what stands behind thinking that was dropped."""
 
     stop: int
-    emitted: _Emitted
+    tokens: TokenRow
     closing: str = ""
     lead: str = ""
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """What stands for a turn without its thinking; None where the model wrote it in other words."""
+
+    written: Written
+    replay: _Replay | None
 
 
 class Stitcher:
@@ -112,9 +113,10 @@ class Stitcher:
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
-        self._known: Memo[_PieceTokens] = Memo(max_bytes // 2)
+        self._known: Memo[TokenRow] = Memo(max_bytes * 3 // 8)
         self._said: Memo[MessageParts] = Memo(max_bytes // 4)
         self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
+        self._behind: Memo[_Behind] = Memo(max_bytes // 8)
 
     @classmethod
     def of(
@@ -125,7 +127,7 @@ class Stitcher:
 
     def clear(self) -> None:
         """Forget earlier prompts."""
-        for memo in (self._known, self._said, self._emitted):
+        for memo in (self._known, self._said, self._emitted, self._behind):
             memo.clear()
 
     @property
@@ -181,7 +183,7 @@ class Stitcher:
 
     def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int, runs: Runs) -> Stitched:
         """The ids of the pieces and replays in order; `tail` is the piece that begins the tail."""
-        rows: list[_PieceTokens] = []
+        rows: list[TokenRow] = []
         num_new_chars = num_rows_before_tail = index = 0
         while index < len(pieces):
             replay = replays.get(index)
@@ -191,7 +193,7 @@ class Stitcher:
             texts = ["".join(pieces[index])] if replay is None else [replay.lead, replay.closing]
             for place, text in enumerate(texts):
                 if replay is not None and place:
-                    rows.append(replay.emitted.tokens)
+                    rows.append(replay.tokens)
                 if text:
                     tokens = self._known.get(text)
                     if tokens is None:
@@ -199,21 +201,22 @@ class Stitcher:
                         num_new_chars += len(text)
                     rows.append(tokens)
             index = stop
-        ids = _ids(rows)
-        starts = tuple(_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
-        tail_ids = _ids(rows[num_rows_before_tail:])
-        return Stitched(ids, starts, tail_ids, len(replays), num_new_chars, tuple(_images(rows)))
+        ids = joined_ids(rows)
+        starts = tuple(joined_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
+        tail_ids = joined_ids(rows[num_rows_before_tail:])
+        num_whole = sum(replay.is_whole for replay in replays.values())
+        return Stitched(ids, starts, tail_ids, num_whole, num_new_chars, tuple(joined_images(rows)))
 
-    def _tokenised(self, text: str, runs: Runs) -> _PieceTokens:
+    def _tokenised(self, text: str, runs: Runs) -> TokenRow:
         """The ids of one piece, remembered by its text, which includes marks of images and of a client's words."""
         marked = encode_marked(self._encode, text, runs)
         tokens = replace(self._with_starts(marked.ids), images=marked.images)
-        self._known.put(text, tokens, _num_bytes(text, tokens))
+        self._known.put(text, tokens, tokens.num_bytes(text))
         return tokens
 
-    def _with_starts(self, ids: tuple[int, ...]) -> _PieceTokens:
+    def _with_starts(self, ids: tuple[int, ...]) -> TokenRow:
         shared = tuple(map(self._shared.setdefault, ids, ids))
-        return _PieceTokens(shared, self._markers.message_starts(ids))
+        return TokenRow(shared, self._markers.message_starts(ids))
 
     # --- turns that the model wrote -----------------------------------------------------------------------------------
 
@@ -242,10 +245,14 @@ class Stitcher:
             found = None if is_next else self._headless(units, unit, emitted, reader, continues=continues)
             if found is not None and (span is None or found.unit < span.start):
                 piece = units[found.unit].index
-                replays[piece] = _Replay(piece + 1, emitted, lead=found.lead)
+                replays[piece] = _Replay(piece + 1, emitted.tokens, lead=found.lead)
                 unit, done = found.unit + 1, piece + 1
                 continue
             if span is None:
+                bare = places.find(message, ("", *emitted.said[1:]), unit) if emitted.said[0] else None
+                if bare is not None and (behind := self._behind_thinking(pieces, units[bare.start], emitted, reader)):
+                    replays[units[bare.start].index] = behind
+                    unit, done = bare.start + 1, behind.stop
                 continue
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
             # The model continues right behind an unfinished turn: there white space counts, too.
@@ -259,7 +266,7 @@ class Stitcher:
             if closing is None:
                 continue
             first, lead = self._before(pieces, start, done)
-            replays[first] = _Replay(stop, emitted, closing, lead)
+            replays[first] = _Replay(stop, emitted.tokens, closing, lead)
             unit, done = span.stop, stop
         return replays
 
@@ -288,6 +295,26 @@ class Stitcher:
         unit = replace(units[found.unit], text=found.text)
         return found if _names_alike(replace(emitted, said=spoken.said), [unit], says) else None
 
+    def _behind_thinking(
+        self, pieces: Sequence[Piece], unit: Unit, emitted: _Emitted, says: ReadsMessages
+    ) -> _Replay | None:
+        """What the model wrote behind thinking that its template drops, where the turn ends with the very text."""
+        text = "".join(pieces[unit.index])
+        key = (says.key, id(emitted.written), text)
+        known = self._behind.get(key)
+        if known is not None and known.written is emitted.written:
+            return known.replay
+        words = text.rstrip()
+        ids = own_end(self._tokenizer, emitted.tokens.ids, emitted.text, words[len(unit.header) :])
+        said, replay = self._tokenizer.decode(ids), None
+        lead = words.removesuffix(said.rstrip())
+        is_letter_by_letter = bool(said) and text.startswith(said, len(lead))
+        if is_letter_by_letter and emitted.said is not None and says(said) == ("", *emitted.said[1:]):
+            closing = text[len(lead) + len(said) :]
+            replay = _Replay(unit.index + 1, self._with_starts(ids), closing, lead, is_whole=False)
+        self._behind.put(key, _Behind(emitted.written, replay), 4 * len(text) + self._with_starts(ids).num_bytes(said))
+        return replay
+
     def _read(self, written: Written, says: ReadsMessages) -> _Emitted:
         """The content of a turn's emitted ids, remembered by the object's identity; the object is kept."""
         key = (says.key, id(written))
@@ -302,7 +329,7 @@ class Stitcher:
             said = says(behind.removeprefix(self._closed_thinking(written, says)))
         tail = self._tokenizer.decode(written.prefix_ids)
         emitted = _Emitted(written, text, tail, said, self._with_starts(ids))
-        self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
+        self._emitted.put(key, emitted, 2 * emitted.tokens.num_bytes(text))
         return emitted
 
     def _closed_thinking(self, written: Written, says: ReadsMessages) -> str:
@@ -364,35 +391,5 @@ def _last_opener(pieces: Sequence[Piece], layout: TurnLayout) -> int:
     return next((index for index in range(len(pieces) - 1, 0, -1) if pieces[index][0] in layout.openers), 0)
 
 
-def _ids(rows: Sequence[_PieceTokens]) -> tuple[int, ...]:
-    """The ids of all rows, by copying them in bulk."""
-    ids: list[int] = []
-    for row in rows:
-        ids += row.ids
-    return tuple(ids)
-
-
-def _starts(rows: Sequence[_PieceTokens]) -> Iterator[MessageStart]:
-    """The starts of all rows, counted from the first one's start."""
-    offset = 0
-    for row in rows:
-        for start in row.starts:
-            yield MessageStart(offset + start.offset, start.is_user)
-        offset += len(row.ids)
-
-
-def _images(rows: Sequence[_PieceTokens]) -> Iterator[ImageSpan]:
-    """The images of all rows, likewise."""
-    offset = 0
-    for row in rows:
-        for span in row.images:
-            yield ImageSpan(offset + span.start, offset + span.end, span.digest)
-        offset += len(row.ids)
-
-
 def _text(pieces: Sequence[Piece]) -> str:
     return "".join(token + body for token, body in pieces)
-
-
-def _num_bytes(text: str, tokens: _PieceTokens) -> int:
-    return 4 * len(text) + _BYTES_PER_TOKEN * len(tokens.ids) + 256

@@ -218,9 +218,12 @@ def _from_last(text: str, openers: frozenset[str]) -> str:
 
 
 def _shared_header(tokenizer: Tokenizer, shown: Sequence[str], tags: Sequence[ThinkTags]) -> str:
-    """The common beginning of the texts, in whole tokens and without the reasoning that follows in some."""
+    """The common beginning of the texts, in whole tokens and without the reasoning that follows in some, nor the
+    beginning of its tag where that is no token."""
     rows = zip(*(tokenizer.encode(text) for text in shown), strict=False)
     header = tokenizer.decode([row[0] for row in takewhile(lambda row: len(set(row)) == 1, rows)])
     for opening, _ in tags:
         header = header.partition(opening)[0]
+        begun = max((n for n in range(1, len(opening)) if header.endswith(opening[:n])), default=0)
+        header = header[: len(header) - begun]
     return header if all(text.startswith(header) for text in shown) else ""

@@ -98,7 +98,8 @@ def check_turn(
         assert decoded[len(left) : -len(right)].strip() in ("", "<channel|>" if name == "gemma4" else "</think>")
     else:
         assert decoded == shown(rendered)
-        assert after.ids == of.template.control.encode(rendered)
+        if not says(wrote).reasoning:  # else what stands behind it may keep its ids (`test_behind_thinking`)
+            assert after.ids == of.template.control.encode(rendered)
     return says(wrote), said_in(text, of, says), after
 
 

@@ -214,6 +214,18 @@ class Reads:
         return ()
 
 
+def test_a_header_does_not_end_inside_a_tag_of_thinking() -> None:
+    """As it did for DeepSeek V3.1's template with V3's vocabulary, where such a tag is several tokens: both modes begin
+    with the first of these."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think/>{% endif %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|over|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if enable_thinking else '<think/>' }}{% endif %}"
+    )
+    layout = layout_of(small(source, "<|user|>", "<|assistant|>", "<|over|>", stops=("<|over|>",)))
+    assert layout.header == "<|assistant|>" and layout.tails <= {"<think>", "<think/>"}
+
+
 @pytest.mark.parametrize(("header", "num_replayed"), [("[/RESULT]", 1), ("[/INST]", 0)])
 def test_an_answer_is_replayed_only_behind_the_header_that_the_model_read(header: str, num_replayed: int) -> None:
     """The same words behind a question are another place: a replay there would take the result's end away."""

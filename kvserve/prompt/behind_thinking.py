@@ -1,0 +1,21 @@
+"""Finds what an answer's own ids are of the end of a text: of its words behind thinking that a template drops."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import takewhile
+
+from kvserve.prompt.tokenizer import Tokenizer
+
+
+def own_end(tokenizer: Tokenizer, ids: Sequence[int], text: str, shown: str) -> tuple[int, ...]:
+    """The last of `ids`, which say `text`, that say what `shown` ends with too, white space at both ends aside; the
+    first of them begins with a word or a tag."""
+    words = text.rstrip()
+    pairs = zip(reversed(words), reversed(shown.rstrip()), strict=False)
+    num_chars = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) + len(text) - len(words)
+    starts = range(len(ids))
+    first = bisect_left(starts, True, key=lambda start: len(tokenizer.decode(ids[start:])) <= num_chars)
+    while first < len(ids) and not tokenizer.decode(ids[first : first + 1])[:1].strip():
+        first += 1
+    own = tuple(ids[first:])
+    return own if text.endswith(tokenizer.decode(own)) else ()
