@@ -19,6 +19,7 @@ from kvserve.prompt.cuts import Cutter, Piece
 from kvserve.prompt.headless import Headless, Spoken, begins_alike, find_headless
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
+from kvserve.prompt.piece_tokens import PieceTokens, joined_ids, joined_images, joined_starts
 from kvserve.prompt.steps import ThinkTags
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.token_replay import (
@@ -30,7 +31,6 @@ from kvserve.prompt.token_replay import (
     behind_header,
     find_units,
 )
-from kvserve.prompt.token_rows import TokenRow, joined_ids, joined_images, joined_starts
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
@@ -66,7 +66,7 @@ class _Emitted:
     text: str
     tail: str
     said: MessageParts | None
-    tokens: TokenRow
+    tokens: PieceTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class _Replay:
     `closing` follows. `is_whole`: they are all of the turn, and not what stands behind thinking that was dropped."""
 
     stop: int
-    tokens: TokenRow
+    tokens: PieceTokens
     closing: str = ""
     lead: str = ""
     is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
+class _RestOfTurn:
     """What stands for a turn without its thinking; None where the model wrote it in other words."""
 
     written: Written
@@ -113,10 +113,10 @@ class Stitcher:
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
-        self._known: Memo[TokenRow] = Memo(max_bytes * 3 // 8)
+        self._known: Memo[PieceTokens] = Memo(max_bytes * 3 // 8)
         self._said: Memo[MessageParts] = Memo(max_bytes // 4)
         self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
-        self._behind: Memo[_Behind] = Memo(max_bytes // 8)
+        self._behind: Memo[_RestOfTurn] = Memo(max_bytes // 8)
 
     @classmethod
     def of(
@@ -183,7 +183,7 @@ class Stitcher:
 
     def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int, runs: Runs) -> Stitched:
         """The ids of the pieces and replays in order; `tail` is the piece that begins the tail."""
-        rows: list[TokenRow] = []
+        rows: list[PieceTokens] = []
         num_new_chars = num_rows_before_tail = index = 0
         while index < len(pieces):
             replay = replays.get(index)
@@ -207,16 +207,16 @@ class Stitcher:
         num_whole = sum(replay.is_whole for replay in replays.values())
         return Stitched(ids, starts, tail_ids, num_whole, num_new_chars, tuple(joined_images(rows)))
 
-    def _tokenised(self, text: str, runs: Runs) -> TokenRow:
+    def _tokenised(self, text: str, runs: Runs) -> PieceTokens:
         """The ids of one piece, remembered by its text, which includes marks of images and of a client's words."""
         marked = encode_marked(self._encode, text, runs)
         tokens = replace(self._with_starts(marked.ids), images=marked.images)
         self._known.put(text, tokens, tokens.num_bytes(text))
         return tokens
 
-    def _with_starts(self, ids: tuple[int, ...]) -> TokenRow:
+    def _with_starts(self, ids: tuple[int, ...]) -> PieceTokens:
         shared = tuple(map(self._shared.setdefault, ids, ids))
-        return TokenRow(shared, self._markers.message_starts(ids))
+        return PieceTokens(shared, self._markers.message_starts(ids))
 
     # --- turns that the model wrote -----------------------------------------------------------------------------------
 
@@ -312,7 +312,9 @@ class Stitcher:
         if is_letter_by_letter and emitted.said is not None and says(said) == ("", *emitted.said[1:]):
             closing = text[len(lead) + len(said) :]
             replay = _Replay(unit.index + 1, self._with_starts(ids), closing, lead, is_whole=False)
-        self._behind.put(key, _Behind(emitted.written, replay), 4 * len(text) + self._with_starts(ids).num_bytes(said))
+        self._behind.put(
+            key, _RestOfTurn(emitted.written, replay), 4 * len(text) + self._with_starts(ids).num_bytes(said)
+        )
         return replay
 
     def _read(self, written: Written, says: ReadsMessages) -> _Emitted:

@@ -10,7 +10,7 @@ _BYTES_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRow:
+class PieceTokens:
     """The ids of a piece, and the message starts and images in it, counted from its own start."""
 
     ids: tuple[int, ...]
@@ -22,7 +22,7 @@ class TokenRow:
         return 4 * len(text) + _BYTES_PER_TOKEN * len(self.ids) + 256
 
 
-def joined_ids(rows: Sequence[TokenRow]) -> tuple[int, ...]:
+def joined_ids(rows: Sequence[PieceTokens]) -> tuple[int, ...]:
     """The ids of all rows, by copying them in bulk."""
     ids: list[int] = []
     for row in rows:
@@ -30,7 +30,7 @@ def joined_ids(rows: Sequence[TokenRow]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def joined_starts(rows: Sequence[TokenRow]) -> Iterator[MessageStart]:
+def joined_starts(rows: Sequence[PieceTokens]) -> Iterator[MessageStart]:
     """The starts of all rows, counted from the first one's start."""
     offset = 0
     for row in rows:
@@ -39,7 +39,7 @@ def joined_starts(rows: Sequence[TokenRow]) -> Iterator[MessageStart]:
         offset += len(row.ids)
 
 
-def joined_images(rows: Sequence[TokenRow]) -> Iterator[ImageSpan]:
+def joined_images(rows: Sequence[PieceTokens]) -> Iterator[ImageSpan]:
     """The images of all rows, likewise."""
     offset = 0
     for row in rows:
