@@ -1,5 +1,5 @@
-"""Recorded sessions in closed loop, of `tests/test_closed_loop_recorded.py`, with drafts at every step: the smallest one
-with every family."""
+"""Recorded sessions in closed loop, of `tests/test_closed_loop_recorded.py`, with drafts at every step: the smallest
+one with every family."""
 
 from pathlib import Path
 
