@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test
 
 from tests.laws import IS_FULL, THREE_KINDS
 from tests.with_drafts.trying import Tried, drafts_at_every_step
@@ -30,16 +31,19 @@ ALSO: Mapping[str, Callable[..., bool]] = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the other cells out, and the rest out of the default run."""
     again = [item for item in items if isinstance(item, pytest.Function) and item.path.parent == HERE]
-    left_out = {item for item in again if item.get_closest_marker("long") and not _is_also(item)}
+    left_out = {item for item in again if not _is_wanted(item)}
     for item in again:
         item.add_marker(pytest.mark.long)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 
-def _is_also(item: pytest.Function) -> bool:
-    is_wanted = ALSO.get(item.originalname)
-    return is_wanted is not None and is_wanted(**item.callspec.params)
+def _is_wanted(item: pytest.Function) -> bool:
+    """No law either, whose examples `make full` multiplies."""
+    if is_hypothesis_test(item.obj):
+        return False
+    is_also = ALSO.get(item.originalname)
+    return not item.get_closest_marker("long") or (is_also is not None and is_also(**item.callspec.params))
 
 
 @pytest.fixture(scope="module", autouse=True)

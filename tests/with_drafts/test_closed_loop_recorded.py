@@ -13,4 +13,4 @@ from tests.test_closed_loop_recorded import test_what_the_server_said_is_known_w
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_server_said_is_known_when_it_comes_back(family: str, tmp_path: Path) -> None:
     """What it wrote is led, so what is drafted wrongly shows in what it keeps."""
-    is_known(SMALL, 4, family, tmp_path)
+    is_known(name=SMALL, family=family, num_requests=4, tmp_path=tmp_path)
