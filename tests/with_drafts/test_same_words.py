@@ -39,7 +39,7 @@ NUM_TOKENS = 40
 
 @dataclass(frozen=True)
 class Pair:
-    """Two servers of one model, whose answers end by themselves now and then."""
+    """Two servers of one model."""
 
     family: str
     drafted: AppUnderTest
@@ -61,6 +61,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def nothing_kept(request: pytest.FixtureRequest) -> None:
+    """Of the tests before."""
     if "pair" in request.fixturenames:
         for app in request.getfixturevalue("pair"):
             app.clear_cache()
