@@ -30,11 +30,14 @@ from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.prefill import Prefill
 from kvserve.observe.terminal import Terminal
 from kvserve.requests.served_model import ServedModel
+from kvserve.settings.kinds import DraftLimit
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 from tests.web.fakes import PATIENCE_SECONDS, RawClient, Response, encode_request, eventually
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+SPECULATION: DraftLimit = "off"
+"""Of servers that are told nothing else: a pass gives one token. `tests/with_drafts` sets it otherwise."""
 SCRIPT_SEED = 4711
 """The seed of a request whose row writes the script of `writing`."""
 
@@ -43,7 +46,8 @@ SCRIPT_SEED = 4711
 class Chat:
     """An answer put together from its chunks, or read from its one body: the same shape either way.
 
-    `usage` is without the cached tokens, which depend on what was asked before and do not count in comparisons.
+    `usage` is without the cached tokens and those of drafts, which depend on what was asked before and do not count in
+    comparisons.
     """
 
     reasoning: str
@@ -180,7 +184,7 @@ def unstarted_app(
         "disk_cache_dir": folder / "kv",
         "prewarm_prefixes": 0,
         "warm_next_turn": False,  # reuse and forward passes are those of the requests alone
-        "speculation": "off",  # and a pass gives one token
+        "speculation": SPECULATION,
     }
     launch = Launch(Settings(_env_file=None, **(values | settings)), None, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()
@@ -361,10 +365,13 @@ def whole(body: Mapping[str, Any]) -> Chat:
 
 
 def split_usage(usage: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, int | None]:
-    """Usage without its cached tokens, and these."""
+    """Usage without its cached and its drafted tokens, and the cached ones."""
     if usage is None:
         return None, None
     rest = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+    if (details := usage.get("completion_tokens_details")) is not None:
+        said = {name: value for name, value in details.items() if not name.endswith("_prediction_tokens")}
+        rest["completion_tokens_details"] = said
     return rest, int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
