@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "models": ("model_list:models", "What can be served from this machine."),
     "explain": ("explaining:explain", "Why a request reused what it did."),
     "top": ("top:top", "Watch a running server in the terminal."),
+    "doctor": ("doctor:doctor", "What would be in a start's way, and a text for an issue."),
 }
 """Name -> where it is in this package, and what it does. The order is that of the help."""
 
