@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "models": ("model_list:models", "What can be served from this machine."),
     "explain": ("explaining:explain", "Why a request reused what it did."),
     "top": ("top:top", "Watch a running server in the terminal."),
+    "service": ("service_files:service", "The file that has launchd or systemd keep a server running."),
     "doctor": ("doctor:doctor", "What would be in a start's way, and a text for an issue."),
 }
 """Name -> where it is in this package, and what it does. The order is that of the help."""

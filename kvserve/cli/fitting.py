@@ -52,10 +52,11 @@ def fit(model: str | None, memory: int | None, as_json: bool) -> None:
 
 def _foreseen(name: str) -> "Foreseen":
     """Raises ModelLoadError."""
-    from kvserve.engine.foreseen import foreseen_in, foreseen_of_hub
+    folder = local_folder(name)
+    from kvserve.engine.foreseen import foreseen_in, foreseen_of_hub  # seconds, which a name that is none need not take
     from kvserve.engine.hub import look_at_hub
 
-    folder = local_folder(name) or _whole_snapshot(name)
+    folder = folder or _whole_snapshot(name)
     if folder is not None:
         return foreseen_in(folder)
     told = look_at_hub(name)
