@@ -122,9 +122,9 @@ DOORS = (
         ("kvserve/config.py", "kvserve/cli/starting.py"),
     ),
     Door(
-        "only proxy/, app/blas.py and demo/fetch.py start processes",
+        "only proxy/, app/blas.py, demo/fetch.py and cli/launching.py start processes",
         starts_process,
-        ("kvserve/proxy/", "kvserve/app/blas.py", "kvserve/demo/fetch.py"),
+        ("kvserve/proxy/", "kvserve/app/blas.py", "kvserve/demo/fetch.py", "kvserve/cli/launching.py"),
     ),
     Door(
         "only the engine, who reads weights or writes files, who guesses, web server and proxy watcher start threads",

@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("starting:demo", "Serve a small model that talks, fetched once."),
     "fit": ("fitting:fit", "What a model takes in memory, and the context that fits."),
     "models": ("model_list:models", "What can be served from this machine."),
+    "launch": ("launching:launch", "Start a client against the running server."),
     "explain": ("explaining:explain", "Why a request reused what it did."),
     "top": ("top:top", "Watch a running server in the terminal."),
     "service": ("service_files:service", "The file that has launchd or systemd keep a server running."),

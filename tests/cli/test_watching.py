@@ -70,6 +70,8 @@ def test_one_look_shows_requests_sessions_and_the_miss(server: AppUnderTest) -> 
     explained = asked(server, "explain", body["request_id"][:12]).stdout
     assert explained.startswith(body["request_id"]) and body["remedy"] in words_of(explained)
     assert f"{body['cached_tokens']:,} of {body['num_prompt_tokens']:,} prompt tokens" in explained
+    launched = told("launch", "codex", "--server-url", f"http://127.0.0.1:{server.port}")
+    assert f"model_context_window = {server.served.context_limit}" in launched["command"]
     assert "tool None" not in explained and "message 1, character 15" in explained
     unknown = asked(server, "explain", "../health")
     assert unknown.exit_code == 2 and ": 404 " in unknown.stderr, "an id is no way out of its path"
