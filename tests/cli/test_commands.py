@@ -1,5 +1,6 @@
 """The table of commands, its help, and errors in words."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_an_error_has_its_words_and_no_traceback(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MAX_KV_SIZE", "many")
     done = run("models")
     assert done.exit_code == 1 and done.stderr.startswith("Error: MAX_KV_SIZE='many' cannot be used")
+
+
+def test_the_page_has_every_command() -> None:
+    """One row each in docs/command.md, with its group's words; no other."""
+    page = (ROOT / "docs" / "command.md").read_text("utf-8")
+    rows = re.findall(r"^\| `kvserve ([a-z ]+?)(?= \[| [A-Z]|`)", page, re.MULTILINE)
+    assert sorted(rows) == sorted(commands())
 
 
 def test_an_unknown_command_is_refused() -> None:

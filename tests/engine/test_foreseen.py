@@ -4,6 +4,7 @@ own count for tiny ones."""
 import functools
 import gc
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def test_a_config_tells_what_a_hand_calculation_does(name: str) -> None:
     assert found.weight_bytes == pytest.approx(weight_bytes, rel=1e-3)
     assert found.weights_from == "shapes" and found.is_dtype_known
     assert mx.get_active_memory() - before < 2**24
+
+
+def test_the_page_has_these_figures() -> None:
+    """The table of docs/command.md, in GiB for 10,000 tokens and MiB whatever the length."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "command.md").read_text("utf-8")
+    for name, (_, per_token, fixed) in BY_HAND.items():
+        states = rf" {fixed / 2**20:.0f} MiB \(.*\)" if fixed else ""
+        row = rf"^\| {re.escape(name.removesuffix('-4bit'))} \| {10_000 * per_token / 2**30:.1f} GiB \|{states} \|$"
+        assert re.search(row, page, re.MULTILINE), row
 
 
 FAMILIES = ("qwen3", "gemma3", "qwen3_5", "gpt_oss", "glm4_moe_lite")
