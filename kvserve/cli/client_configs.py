@@ -87,8 +87,8 @@ def _codex(server: Endpoint, _: Path) -> ClientSetUp:
     return ClientSetUp("codex", tuple(word for line in lines for word in ("-c", line)), variables)
 
 
-def _opencode(server: Endpoint, folder: Path) -> ClientSetUp:
-    """A file that is merged over the person's own."""
+def _opencode(server: Endpoint, _: Path) -> ClientSetUp:
+    """By a variable that is merged over the person's own files and over a project's, which may name another model."""
     model = {
         "name": PROVIDER,
         "reasoning": True,
@@ -104,9 +104,9 @@ def _opencode(server: Endpoint, folder: Path) -> ClientSetUp:
     }
     return ClientSetUp(
         "opencode",
-        ("--model", f"{PROVIDER}/{MODEL}"),
-        {"OPENCODE_CONFIG": str(folder / "opencode.json")},
-        {"opencode.json": _json({"provider": {PROVIDER: provider}})},
+        variables={
+            "OPENCODE_CONFIG_CONTENT": json.dumps({"model": f"{PROVIDER}/{MODEL}", "provider": {PROVIDER: provider}})
+        },
     )
 
 

@@ -22,7 +22,7 @@ from tests.e2e import pasted
 README_SERVER = Endpoint("http://127.0.0.1:4000", NO_KEY, 131_072)
 FOLDER = Path("/folder")
 
-RECORDER = f"""#!{sys.executable}
+RECORDER = f"""#!{sys.executable} -IS
 import json, os, pathlib, sys
 files = {{}}
 for name, value in os.environ.items():
@@ -42,14 +42,19 @@ def set_up(client: str, server: Endpoint = README_SERVER) -> ClientSetUp:
 # --- what the README says ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("client", "section", "file"), [("opencode", "opencode", "opencode.json"), ("pi", "PI", "models.json")]
-)
-def test_files_of_json_are_those_of_the_readme(client: str, section: str, file: str) -> None:
+def test_pi_has_the_readmes_file() -> None:
     """For its port and its context."""
-    found = set_up(client)
-    assert json.loads(found.files[file]) == json.loads(pasted.block(section, "json", 4000))
-    assert found.arguments == pasted.command(section)
+    found = set_up("pi")
+    assert json.loads(found.files["models.json"]) == json.loads(pasted.block("PI", "json", 4000))
+    assert found.arguments == pasted.command("PI")
+
+
+def test_opencode_has_the_readmes_file_as_a_variable() -> None:
+    """With the model in it that the README names on the command line, where it stands before any command of its own."""
+    found = set_up("opencode")
+    configuration = json.loads(found.variables["OPENCODE_CONFIG_CONTENT"])
+    assert ("--model", configuration.pop("model")) == pasted.command("opencode")
+    assert configuration == json.loads(pasted.block("opencode", "json", 4000)) and not found.arguments
 
 
 def test_openclaw_has_the_readmes_file_and_a_workspace_of_its_own() -> None:
@@ -177,7 +182,9 @@ def test_who_ends_the_command_ends_the_client(
     installed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SIGTERM is handed on, and the folder goes."""
-    (installed / "aider").write_text(f"#!{sys.executable}\nimport time\nprint('{{}}', flush=True)\ntime.sleep(100)\n")
+    (installed / "aider").write_text(
+        f"#!{sys.executable} -IS\nimport time\nprint('{{}}', flush=True)\ntime.sleep(100)\n"
+    )
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
 
     def end() -> None:
