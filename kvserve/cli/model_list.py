@@ -10,6 +10,7 @@ import click
 from kvserve.app.catalogue import Catalogue, CatalogueSettings, Disk, Listing, ModelSource
 from kvserve.cli.output import json_option, show
 from kvserve.config import Settings, load_launch
+from kvserve.engine.hub import download
 from kvserve.engine.model_files import cached_folder, check_weights, hub_models, is_model_folder, weight_file_bytes
 from kvserve.errors import ModelLoadError
 from kvserve.settings.kinds import aliases_in
@@ -38,14 +39,17 @@ class ServableModel:
 
 
 @click.command()
+@click.option("--fetch", metavar="NAME", help="First download this model of the hub, or what is missing of it.")
 @json_option
-def models(as_json: bool) -> None:
+def models(fetch: str | None, as_json: bool) -> None:
     """Models that a request may name here, with the size of their weights: MODEL_PATH, those of MODEL_FOLDERS and of
     the hub's cache, and aliases.
 
-    A model of the cache that is not MODEL_PATH is served under its hub name.
+    A model of the cache that is not MODEL_PATH is served under its hub name. With --fetch the one that was fetched is
+    told alone.
     """
-    found = list(_found(load_launch(()).settings))
+    settings = load_launch(()).settings
+    found = [_looked_at(fetch, download(fetch), "hub cache")] if fetch is not None else list(_found(settings))
     show([asdict(each) for each in found], as_json, lambda: _table(found))
 
 

@@ -11,26 +11,37 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from kvserve.engine.model_files import HUB_PATTERNS
 from kvserve.errors import ModelLoadError
 from kvserve.settings.model_config import read_config
-
-_HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 
 
 def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
     """The snapshot of a hub name, downloaded when absent. Raises ModelLoadError when there is no such name, or the hub
     cannot be reached."""
     try:
-        try:
-            return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS, local_files_only=True))
-        except LocalEntryNotFoundError:
-            note(f"{model_path} is not on this machine yet: downloading it from the hub.")
-            return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(model_path, allow_patterns=HUB_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        note(f"{model_path} is not on this machine yet: downloading it from the hub.")
+    except (HFValidationError, OSError) as error:
+        raise _unfetched(model_path, error) from error
+    return download(model_path)
+
+
+def download(name: str, endpoint: str | None = None) -> Path:
+    """The snapshot of a hub name with every file that a server reads; those that are here are kept. How far it is shows
+    on a terminal. Raises ModelLoadError."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, endpoint=endpoint))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(
-            f"MODEL_PATH={model_path!r} is neither a local folder nor a model that could be fetched from the hub "
-            f"({_reason(error)}). Check the name and the network, or give the path of a local folder."
-        ) from error
+        raise _unfetched(name, error) from error
+
+
+def _unfetched(name: str, error: Exception) -> ModelLoadError:
+    return ModelLoadError(
+        f"MODEL_PATH={name!r} is neither a local folder nor a model that could be fetched from the hub "
+        f"({_reason(error)}). Check the name and the network, or give the path of a local folder."
+    )
 
 
 @dataclass(frozen=True, slots=True)

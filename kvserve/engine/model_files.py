@@ -35,13 +35,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PART = re.compile(r"(model.*-)(\d+)-of-(\d+)(\.safetensors)")
 _MAX_HEADER_BYTES = 2**28
 
+HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+"""What is downloaded of a model. The hub's library calls a snapshot that lacks other files incomplete, unless it is
+told that only these are wanted."""
+
 
 def cached_folder(hub_name: str) -> Path | None:
     """The folder of a hub name's snapshot, None where there is none; the network is never asked."""
     if _HUB_NAME.fullmatch(hub_name) is None:
         return None
     try:
-        return Path(snapshot_download(hub_name, local_files_only=True))
+        return Path(snapshot_download(hub_name, allow_patterns=HUB_PATTERNS, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 

@@ -1,9 +1,7 @@
 """`kvserve fit` for folders, hub names and other machines. `tests/engine/test_foreseen.py` has the figures."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from huggingface_hub import constants
 
 from kvserve.engine.hub import look_at_hub
 from kvserve.errors import ModelLoadError
+from tests.cli.fake_hub import serving_hub
 from tests.cli.running import run, told, words_of
 from tests.models import tiny_model
 
@@ -56,44 +55,13 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
 # --- a name on the hub ------------------------------------------------------------------------------------------------
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """One model: its files with their sizes, and its config."""
-
-    def do_HEAD(self) -> None:
-        self._answer(b"")
-
-    def do_GET(self) -> None:
-        if self.path.startswith("/api/models/some/model"):
-            names = [
-                ("config.json", 60),
-                ("model-00001-of-00002.safetensors", 7),
-                ("model-00002-of-00002.safetensors", 5),
-            ]
-            files = [{"rfilename": name, "size": size} for name, size in [*names, ("other.safetensors", 100)]]
-            self._answer(json.dumps({"id": "some/model", "siblings": files}).encode())
-        else:
-            self._answer(json.dumps(CONFIG).encode())
-
-    def _answer(self, body: bytes) -> None:
-        is_known = "some/model" in self.path
-        self.send_response(200 if is_known else 404)
-        whole = json.dumps(CONFIG).encode() if self.command == "HEAD" else body
-        for name, value in (("Content-Length", len(whole)), ("ETag", '"0"'), ("X-Repo-Commit", "0" * 40)):
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    files = {"config.json": json.dumps(CONFIG).encode(), "x.safetensors": b"x" * 9}
+    weights = {"model-1-of-2.safetensors": b"x" * 7, "model-2-of-2.safetensors": b"x" * 5}
+    with serving_hub({"some/model": files | weights}) as (url, _):
+        yield url
 
 
 def test_the_hub_tells_config_and_sizes_and_nothing_stays(hub: str, tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """`kvserve models`: MODEL_PATH, folders, the hub's cache, aliases, and what is broken."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+from kvserve.cli import model_list
+from kvserve.engine.hub import download
+from tests.cli.fake_hub import serving_hub
 from tests.cli.running import run, told, words_of
 from tests.models import tiny_model
 
@@ -65,3 +69,21 @@ def test_what_is_not_there_or_not_whole_says_so(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MODEL_PATH", str(broken))
     [found] = told("models")
     assert "bytes instead of" in found["fault"] and found["weight_bytes"] > 0
+
+
+def test_a_model_of_the_hub_is_fetched_and_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a server reads, once: what is here is not fetched again. A name that there is not is an error in
+    words."""
+    source = tiny_model("qwen3")
+    files = {name: (source / name).read_bytes() for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with serving_hub({"some/model": files | {"pytorch_model.bin": b"x"}}) as (url, downloaded):
+        monkeypatch.setattr(model_list, "download", partial(download, endpoint=url))
+        for _ in range(2):
+            [found] = told("models", "--fetch", "some/model")
+            assert (found["name"], found["architecture"], found["fault"]) == ("some/model", "qwen3", None)
+            assert found["weight_bytes"] == len(files["model.safetensors"])
+            assert sorted(downloaded) == sorted(files)
+        done = run("models", "--fetch", "no/model")
+    assert done.exit_code == 1 and "could be fetched from the hub" in done.stderr
+    assert [each["name"] for each in told("models")][1:] == ["some/model"]
