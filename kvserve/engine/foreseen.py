@@ -60,6 +60,15 @@ class LayerCaches:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """What is known of a model's weights: their bytes, from where, and the type of their numbers, if that is known."""
+
+    num_bytes: int
+    source: Literal["files", "hub"]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Foreseen:
     """A model that is not loaded. `weights_from`: where its bytes of weights are known from (`shapes`: those of the
     decoder alone where it sees); `dtype` what its numbers are, and whether that is only what is usual. `context_limit`
@@ -121,38 +130,43 @@ def foreseen_in(folder: Path) -> Foreseen:
     config = read_config(folder)
     refuse_own_code(folder, config)
     dtype = HEADER_DTYPES.get(most_used_dtype(folder) or "")
-    found = foreseen(config, dtype)
     num_bytes = weight_file_bytes(folder)
-    return replace(found, weight_bytes=num_bytes, weights_from="files") if num_bytes else found
+    return foreseen(config, Weights(num_bytes, "files", dtype) if num_bytes else None)
 
 
-def foreseen_of_hub(config: Mapping[str, Any], weight_file_bytes: int) -> Foreseen:
+def foreseen_of_hub(config: Mapping[str, Any], num_weight_bytes: int) -> Foreseen:
     """The same of what the hub tells of a model. Raises ModelLoadError."""
-    found = foreseen(config)
-    return replace(found, weight_bytes=weight_file_bytes, weights_from="hub") if weight_file_bytes else found
+    return foreseen(config, Weights(num_weight_bytes, "hub") if num_weight_bytes else None)
 
 
-def foreseen(config: Mapping[str, Any], dtype: str | None = None) -> Foreseen:
-    """The same of a config alone; `dtype` where that of the weights is known. Raises ModelLoadError for an architecture
-    that cannot be loaded, or whose code wants numbers before it says what it holds."""
-    named = dtype or _dtype_named(config)
+def foreseen(config: Mapping[str, Any], weights: Weights | None = None) -> Foreseen:
+    """The same of a config, with what is known of the weights. Raises ModelLoadError for an architecture that cannot be
+    loaded, or whose code wants numbers before it says what it holds."""
+    named = weights.dtype if weights is not None and weights.dtype is not None else _dtype_named(config)
     used = named or USUAL_DTYPE
-    twin = finding(lambda: _twin(config, DTYPES[used]))
-    if isinstance(twin, Exception):
-        raise _unforeseen(config, twin)
-    seen = finding(lambda: _caches_seen(twin))
+    seen = finding(lambda: _seen(config, DTYPES[used], counts_weights=weights is None))
     if isinstance(seen, Exception):
         raise _unforeseen(config, seen)
-    caches, forms = seen
+    caches, forms, counted = seen
     return Foreseen(
-        weight_bytes=_weight_bytes(twin, config),
-        weights_from="shapes",
+        weight_bytes=weights.num_bytes if weights is not None else counted,
+        weights_from=weights.source if weights is not None else "shapes",
         dtype=used,
         is_dtype_known=named is not None,
         sizes=kv_size(caches, forms, None, 0),
         caches=tuple(_grouped(flat_caches(caches), forms)),
         context_limit=own_context_limit(config),
     )
+
+
+def _seen(
+    config: Mapping[str, Any], dtype: Any, *, counts_weights: bool
+) -> tuple[list[Any], tuple[LeafForm, ...], int]:
+    """What caches hold of a few tokens, the forms of their leaves, and bytes of weights, 0 where these are known.
+    Raises what the libraries raise."""
+    twin = _twin(config, dtype)
+    caches, forms = _caches_seen(twin)
+    return caches, forms, _weight_bytes(twin, config) if counts_weights else 0
 
 
 def _unforeseen(config: Mapping[str, Any], error: Exception) -> ModelLoadError:
@@ -188,10 +202,6 @@ def _twin(config: Mapping[str, Any], dtype: Any) -> Any:
             f"The architecture {config.get('model_type')!r} is known neither to mlx-lm nor to mlx-vlm."
         )
     twin.set_dtype(dtype)
-    if (quantization := config.get("quantization")) is not None:
-        _quantise(twin, quantization)
-    elif config.get("quantization_config") is not None:
-        raise ModelLoadError("Its weights are quantised in a form whose bytes only its files tell.")
     return twin
 
 
@@ -221,8 +231,13 @@ def _quantise(twin: Any, quantization: Mapping[str, Any]) -> None:
 
 
 def _weight_bytes(twin: Any, config: Mapping[str, Any]) -> int:
-    """Bytes of its weights. Where embeddings are tied, as transformers has it unless a config says no, some classes
-    drop the head only once they see that no file has one."""
+    """Bytes of its weights, which are quantised as the config says. Raises ModelLoadError for a form of quantisation
+    whose bytes a config does not tell. Where embeddings are tied, as transformers has it unless a config says no, some
+    classes drop the head only once they see that no file has one."""
+    if (quantization := config.get("quantization")) is not None:
+        _quantise(twin, quantization)
+    elif config.get("quantization_config") is not None:
+        raise ModelLoadError("Its weights are quantised in a form whose bytes only its files tell.")
     is_tied = text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", True))
     arrays: list[tuple[str, mx.array]] = tree_flatten(twin.parameters())  # type: ignore[assignment]
     return sum(array.nbytes for path, array in arrays if not (is_tied and "lm_head" in path.split(".")))

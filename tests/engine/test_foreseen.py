@@ -12,8 +12,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvserve.engine.foreseen import DTYPES, Fit, Foreseen, fit, foreseen, foreseen_in
+from kvserve.demo.families import FAMILIES as ALL_FAMILIES
+from kvserve.demo.vision_families import VISION_FAMILIES
+from kvserve.engine.foreseen import DTYPES, Fit, Foreseen, Weights, fit, foreseen, foreseen_in
 from kvserve.engine.memory import KV_SHARE
+from kvserve.engine.model import load
 from kvserve.engine.text_load import load_text
 from kvserve.errors import ModelLoadError
 from kvserve.settings.model_config import read_config
@@ -101,6 +104,16 @@ def test_it_is_what_mlx_counts_once_weights_and_a_row_are_there(family: str) -> 
     assert found.sizes.held(512) == pytest.approx(mx.get_active_memory() - loaded, rel=0.1)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", (*ALL_FAMILIES, *VISION_FAMILIES))
+def test_it_is_what_a_start_finds_out(family: str) -> None:
+    """By passes over the real weights, of every family, those that see and those that only mlx-vlm has among them."""
+    folder = tiny_model(family)
+    found, loaded = foreseen_in(folder), load(folder, 4096)
+    assert (found.sizes.per_token, found.sizes.fixed) == (loaded.sizes.per_token, loaded.sizes.fixed)
+    assert found.weight_bytes == pytest.approx(loaded.weight_bytes, rel=0.1)
+
+
 def test_without_files_weights_are_counted_by_shapes(tmp_path: Path) -> None:
     """As many bytes as the files of the same model have, less their headers."""
     folder = tiny_model("qwen3")
@@ -166,6 +179,8 @@ def test_what_cannot_be_foreseen_is_refused_with_a_reason(monkeypatch: pytest.Mo
     packed = PUBLIC["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
     with pytest.raises(ModelLoadError, match="only its files tell"):
         foreseen(packed)
+    known = foreseen(packed, Weights(12_000_000_000, "hub"))
+    assert known.weight_bytes == 12_000_000_000 and known.sizes == foreseen(PUBLIC["gpt-oss-20b"]).sizes
 
 
 # --- on a machine -----------------------------------------------------------------------------------------------------
