@@ -1,0 +1,49 @@
+"""What pip and uv install of a checkout or of a git URL: the pins with their markers, the command, every file that the
+package reads."""
+
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def test_the_pins_and_their_markers_travel_in_the_metadata() -> None:
+    """Read from requirements.txt at a build: each line is a requirement as metadata have them, exact, and each platform
+    gets its own MLX."""
+    assert PROJECT["project"]["dynamic"] == ["dependencies"] and "dependencies" not in PROJECT["project"]
+    [name] = PROJECT["tool"]["setuptools"]["dynamic"]["dependencies"]["file"]
+    lines = [line for line in (ROOT / name).read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    wanted = [Requirement(line) for line in lines]
+    assert all(str(each.specifier).startswith("==") for each in wanted)
+    for platform, extras in (("darwin", set()), ("linux", {"cpu"})):
+        here = [each for each in wanted if each.marker is None or each.marker.evaluate({"sys_platform": platform})]
+        assert [each.extras for each in here if each.name == "mlx"] == [extras]
+
+
+def test_the_command_is_there_and_only_this_python_takes_it() -> None:
+    """`kvserve` leads to the table of commands; pip refuses a Python for which the pins were not tried."""
+    module, _, name = PROJECT["project"]["scripts"]["kvserve"].partition(":")
+    assert isinstance(getattr(import_module(module), name), click.Group)
+    wanted = SpecifierSet(PROJECT["project"]["requires-python"])
+    assert [version in wanted for version in ("3.11.9", "3.12.0", "3.13.0")] == [False, True, False]
+
+
+def test_every_file_that_the_package_reads_is_packaged() -> None:
+    """What is no module is matched by a pattern of its package, or the first start would miss it."""
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]
+    packaged = {
+        file
+        for package, globs in patterns.items()
+        for glob in globs
+        for file in (ROOT / package.replace(".", "/")).glob(glob)
+    }
+    there = {path for path in (ROOT / "kvserve").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in there - packaged if path.suffix not in (".py", ".md")} == set()
+    assert all((path.parent / "__init__.py").exists() for path in there if path.suffix == ".py")
