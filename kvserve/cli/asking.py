@@ -12,6 +12,9 @@ import click
 from kvserve.cli.output import Json, printable_in
 
 ANSWER_SECONDS = 30.0
+KEY_VARIABLE = "KVSERVE_API_KEY"
+"""Stands for --api-key: a command line can be read by whoever lists the machine's processes."""
+
 LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """An address that means all of a machine's own, and one of them to ask."""
 
@@ -62,7 +65,8 @@ class Address:
             connection.close()
 
     def _silence(self, path: str, error: Exception) -> NoAnswer:
-        return NoAnswer(f"GET {self.url}{path}: {error or type(error).__name__}. Is a server running there?")
+        what = printable_in(str(error)) or type(error).__name__  # a status line that is none stands in it
+        return NoAnswer(f"GET {self.url}{path}: {what}. Is a server running there?")
 
     def _connect(self) -> http.client.HTTPConnection:
         address = urlsplit(self.url)
@@ -76,7 +80,13 @@ class Address:
 def server_options(function: Callable[..., None]) -> Callable[..., None]:
     """Options that say where the server is."""
     for option in (
-        click.option("--api-key", metavar="KEY", help="Its API_KEY, by the settings unless --server-url is given."),
+        click.option(
+            "--api-key",
+            metavar="KEY",
+            envvar=KEY_VARIABLE,
+            show_envvar=True,
+            help="Its API_KEY, by the settings unless --server-url is given.",
+        ),
         click.option("--server-url", metavar="URL", help="kvserve's own port, by the settings without it."),
     ):
         function = option(function)

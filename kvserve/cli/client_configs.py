@@ -2,7 +2,8 @@
 ours, variables and arguments. It knows the clients' own names and formats, and starts nothing.
 
 A client is pointed at such a folder by its own variable or flag, so what a person has set up for it is neither read nor
-changed where these replace it, and not changed where they are added to it.
+changed where these replace it, and not changed where they are added to it. Where a client lets a person's own files win
+over variables, it is told in a form that wins over these files: no word of a conversation may go to another server.
 """
 
 import json
@@ -39,13 +40,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class ClientSetUp:
-    """How a client is started: its program with what goes before a person's own arguments, variables, and the files of
-    its folder by their names there."""
+    """How a client is started: its program with what goes before a person's own arguments, variables, the files of its
+    folder by their names there, and variables that it must not inherit."""
 
     program: str
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,31 @@ class KnownClient:
     set_up: Callable[[Endpoint, Path], ClientSetUp]
 
 
-def _claude(server: Endpoint, _: Path) -> ClientSetUp:
+CLAUDE_ELSEWHERE = (
+    *("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_CUSTOM_HEADERS", "ANTHROPIC_UNIX_SOCKET"),
+    *("CLAUDE_CODE_API_BASE_URL", "CLAUDE_CODE_OAUTH_TOKEN"),
+    *("CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY"),
+    *("CLAUDE_CODE_USE_MANTLE", "CLAUDE_CODE_USE_ANTHROPIC_AWS"),
+)
+"""What leads Claude Code to another server, or says to this one who the person is elsewhere."""
+
+
+def _claude(server: Endpoint, folder: Path) -> ClientSetUp:
+    """By a file of settings on its command line too: from 2.0.1 on the `env` of a person's or a project's settings wins
+    over variables (anthropics/claude-code, issue 8500), and only an organisation's wins over that file. Files are
+    merged name by name, so what must not be set is empty there."""
+    variables = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_API_KEY": server.api_key,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context_tokens),
+    }
     return ClientSetUp(
         "claude",
-        variables={
-            "ANTHROPIC_BASE_URL": server.url,
-            "ANTHROPIC_API_KEY": server.api_key,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context_tokens),
-        },
+        ("--settings", str(folder / "settings.json")),
+        variables,
+        {"settings.json": _json({"env": variables | dict.fromkeys(CLAUDE_ELSEWHERE, "")})},
+        CLAUDE_ELSEWHERE,
     )
 
 
@@ -163,14 +181,33 @@ def _openclaw(server: Endpoint, folder: Path) -> ClientSetUp:
 
 
 def _aider(server: Endpoint, folder: Path) -> ClientSetUp:
-    metadata = {f"openai/{MODEL}": {"max_input_tokens": server.context_tokens}}
-    flags = ("--model", f"openai/{MODEL}", "--no-show-model-warnings")
-    return ClientSetUp(
-        "aider",
-        (*flags, "--model-metadata-file", str(folder / "metadata.json")),
-        {"OPENAI_API_BASE": server.openai_url, "OPENAI_API_KEY": server.api_key},
-        {"metadata.json": _json(metadata)},
-    )
+    """By a file of variables too: aider reads `.env` of the home, the repository and the folder over what it inherits,
+    and the file that is named on its command line over these. LiteLLM in it asks for OPENAI_BASE_URL first. Its own
+    files (`.aider.conf.yml`) may name a server, variables and further models: AIDER_ variables and flags win over
+    them."""
+    model = f"openai/{MODEL}"
+    flags = ("--model", model, "--no-show-model-warnings")
+    further = ("--weak-model", model, "--editor-model", model)
+    variables = {"OPENAI_API_BASE": server.openai_url, "OPENAI_API_KEY": server.api_key}
+    settings = {
+        **variables,
+        "OPENAI_BASE_URL": server.openai_url,
+        **{f"AIDER_{name}": value for name, value in variables.items()},
+        "AIDER_SET_ENV": f"OPENAI_API_BASE={server.openai_url}",
+        "AIDER_API_KEY": f"openai={server.api_key}",
+    }
+    files = {
+        "metadata.json": _json({model: {"max_input_tokens": server.context_tokens}}),
+        "aider.env": "".join(f"{name}={_dotenv_quoted(value)}\n" for name, value in settings.items()),
+    }
+    told = ("--model-metadata-file", str(folder / "metadata.json"), "--env-file", str(folder / "aider.env"))
+    return ClientSetUp("aider", (*flags, *further, *told), variables, files)
+
+
+def _dotenv_quoted(value: str) -> str:
+    """As python-dotenv reads it back."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _openai_provider(server: Endpoint, model: Mapping[str, object]) -> dict[str, object]:

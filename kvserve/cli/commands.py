@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvserve import __version__
+from kvserve.cli.output import printable_in
 from kvserve.errors import KvserveError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -45,7 +46,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KvserveError as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(printable_in(str(error))) from None  # a hub's answer may stand in it
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from kvserve.errors import ModelLoadError, SettingError, StartupError
 from kvserve.settings.blas_files import computes_on_gpu, how_to_install, library_files
 from kvserve.settings.kinds import KINDS
 from kvserve.settings.ports import describe_holder, somebody_listens
-from kvserve.settings.start_checks import local_folder, refuse_unusable_folder
+from kvserve.settings.start_checks import local_folder, refuse_unusable_folder, refuse_unusable_start
 
 State = Literal["ok", "note", "bad"]
 MARKS: Mapping[State, str] = {"ok": "ok  ", "note": "note", "bad": "BAD "}
@@ -34,6 +34,21 @@ SHOWN_PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "transformers", "litellm")
 PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[[\w,-]+\])?\s*==\s*([A-Za-z0-9.]+)")
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 PYTHON = (3, 12)
+ANY_VERSION = frozenset({"pip"})
+"""It fetches the demo's model, as every version can."""
+
+ANSWERS = "a kvserve answers"
+OWN_FIELDS = frozenset({"blas", "num_agents", "num_open_connections", "proxy", "uptime_seconds", "version"})
+"""GET /health has them in every state; it is not likely that another program has all of them."""
+
+LOOKED_AT = {
+    "BLAS": "blas_library",
+    "MLX_PORT": "mlx_port",
+    "PROXY_PORT": "proxy_port",
+    "disk": "disk_cache_dir",
+    "model": "model_path",
+}
+"""Findings that judge a setting by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +90,14 @@ def findings() -> Iterator[Finding]:
         yield Finding("settings", "bad", str(error), f"cannot be read ({key})")
         return
     yield _settings(launch)
-    yield _blas(launch)
-    yield from _ports(launch.settings)
-    yield _disk(launch.settings)
-    yield _model(launch.settings)
+    looked_at = [_blas(launch), *_ports(launch.settings), _disk(launch.settings), _model(launch.settings)]
+    yield from looked_at
+    yield _start(launch.settings, looked_at)
 
 
 def issue_text(found: list[Finding]) -> str:
     """What an issue begins with."""
-    facts = "\n".join(f"| {each.name} | {each.state} | {each.shared} |" for each in found)
+    facts = "\n".join(f"| {each.name} | {each.state} | {printable_in(each.shared)} |" for each in found)
     return (
         "### What happened\n\n(what you did, what you expected, what came instead)\n\n"
         "### What the terminal said\n\n(the lines around it; look for names and keys before you paste them)\n\n"
@@ -130,7 +144,7 @@ def unpinned(wanted: Mapping[str, str]) -> list[str]:
     return [
         f"{name} {there[name] or 'missing'} instead of {version}"
         for name, version in wanted.items()
-        if (there[name] or "").partition("+")[0] != version
+        if (there[name] or "").partition("+")[0] != version and not (name in ANY_VERSION and there[name])
     ]
 
 
@@ -163,14 +177,15 @@ def _blas(launch: Launch) -> Finding:
     if sys.platform != "linux":
         return Finding("BLAS", "ok", "the system's own", "the system's own")
     if (active := active_blas()) is not None:
-        return Finding("BLAS", "ok", f"{active.name} ({active.path}), preloaded by hand", f"{active.name}, preloaded")
+        name = active.name if active.name != Path(active.path).name else "one that does not tell its name"
+        return Finding("BLAS", "ok", f"{active.name} ({active.path}), preloaded by hand", f"{name}, preloaded")
     if setting == "off" or (setting == "auto" and computes_on_gpu(Path(sys.prefix))):
         return Finding("BLAS", "ok", "none is wanted", "none is wanted")
     refused = []
     for path in library_files(setting, Path(sys.prefix)):
         fault = fault_of(path, launch.environment)
         if fault is None:
-            return Finding("BLAS", "ok", str(path), path.name)
+            return Finding("BLAS", "ok", str(path), path.name if setting == "auto" else "the one of BLAS_LIBRARY")
         refused.append(f"{path} is not used: {fault}")
     if setting != "auto":
         return Finding("BLAS", "bad", "; ".join(refused) or f"{setting} is not there", "the one of BLAS_LIBRARY fails")
@@ -200,16 +215,17 @@ def _harmless(value: object) -> str:
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:
-    server = Address(url_of(settings.mlx_host, settings.mlx_port), settings.api_key or "")
+    server = Address(url_of(settings.mlx_host, settings.mlx_port), api_key="")  # whoever listens there is not known yet
     health: Mapping[str, object] = {}
     if settings.mlx_port and somebody_listens(settings.mlx_host, settings.mlx_port):
         try:
             health = server.get("/health")
         except NoAnswer:
             health = {}
+    is_kvserve = health.keys() >= OWN_FIELDS
     for key, host, port, is_ours in (
-        ("MLX_PORT", settings.mlx_host, settings.mlx_port, "version" in health),
-        ("PROXY_PORT", "127.0.0.1", settings.proxy_port, health.get("proxy") in ("ready", "starting")),
+        ("MLX_PORT", settings.mlx_host, settings.mlx_port, is_kvserve),
+        ("PROXY_PORT", "127.0.0.1", settings.proxy_port, is_kvserve and health["proxy"] in ("ready", "starting")),
     ):
         yield _port(key, host, port, is_ours)
 
@@ -218,7 +234,7 @@ def _port(key: str, host: str, port: int, is_ours: bool) -> Finding:
     if not port or not somebody_listens(host, port):
         return Finding(key, "ok", f"{port} is free", "free")
     if is_ours:
-        return Finding(key, "ok", f"{port}: a kvserve answers", "a kvserve answers")
+        return Finding(key, "ok", f"{port}: {ANSWERS}", ANSWERS)
     return Finding(key, "bad", f"{port} is taken by {describe_holder(port)}", "taken by another program")
 
 
@@ -237,7 +253,11 @@ def _disk(settings: Settings) -> Finding:
 
 
 def _model(settings: Settings) -> Finding:
+    """What of it can be judged before its weights are read. An architecture is told to others by the name that mlx-lm
+    has for it: what else stands in a config may be anybody's words."""
+    from kvserve.engine.model import check_folder
     from kvserve.engine.model_files import cached_folder, check_weights, weight_file_bytes
+    from kvserve.engine.text_load import is_for_mlx_lm
     from kvserve.settings.model_config import read_config
 
     name = settings.model_path
@@ -247,8 +267,22 @@ def _model(settings: Settings) -> Finding:
             absent = "not on this machine"
             return Finding("model", "note", f"{name} is {absent}: a start downloads it", absent)
         config = read_config(folder)
+        check_folder(folder)
         check_weights(folder)
     except (ModelLoadError, OSError) as error:
         return Finding("model", "bad", str(error), "cannot be loaded")
-    text = f"{config['model_type']}, {weight_file_bytes(folder) / 1e9:.2f} GB"
-    return Finding("model", "ok", f"{name}: {text}", text)
+    size = f"{weight_file_bytes(folder) / 1e9:.2f} GB"
+    shared = config["model_type"] if is_for_mlx_lm(config) else "an architecture of mlx-vlm alone"
+    return Finding("model", "ok", f"{name}: {config['model_type']}, {size}", f"{shared}, {size}")
+
+
+def _start(settings: Settings, looked_at: Sequence[Finding]) -> Finding:
+    """What a start refuses at once, in its own words, less what was found already and ports that are ours."""
+    told = {LOOKED_AT[each.name] for each in looked_at if each.state == "bad" or each.shared == ANSWERS}
+    asked = {name: value for name, value in settings if name not in told}
+    try:
+        refuse_unusable_start(asked, demo=None, with_proxy=True, writes_kv=True)
+    except StartupError as error:
+        key = error.key if isinstance(error, SettingError) else type(error).__name__
+        return Finding("start", "bad", str(error), f"would be refused ({key})")
+    return Finding("start", "ok", "nothing else is refused at once", "nothing else is refused at once")

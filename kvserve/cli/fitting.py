@@ -140,6 +140,7 @@ _SOURCES = {
     "files": "its files",
     "hub": "the sizes of its files on the hub",
     "shapes": "counted from its config, without a vision tower",
+    "written out": "counted from its config: its files are in FP8, which is loaded as 16 bits a number",
 }
 
 

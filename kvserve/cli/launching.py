@@ -2,6 +2,7 @@
 ends. `client_configs.py` knows the clients; here a folder is written, a program started and waited for.
 """
 
+import os
 import shlex
 import shutil
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,11 @@ MARK = ".kvserve-launch"
 
 SHOWN_FOLDER = Path("FOLDER")
 """What stands for a temporary folder where nothing is written."""
+
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
+"""A terminal sends them to the client as well."""
+
+OTHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -65,10 +71,12 @@ def launch(
     program = shutil.which(CLIENTS[client].program, path=environment.get("PATH"))
     if program is None:
         raise click.ClickException(f"{client} is not on the PATH. Install it: {CLIENTS[client].install}")
-    with _folder(folder) as kept:
+    with _Client().handling_signals() as started, _folder(folder) as kept:
         found = CLIENTS[client].set_up(server, kept)
         _write(found.files, kept)
-        ctx.exit(_run([program, *found.arguments, *arguments], {**environment, **found.variables}))
+        inherited = {name: value for name, value in environment.items() if name not in found.removed}
+        code = started.run([program, *found.arguments, *arguments], {**inherited, **found.variables})
+    ctx.exit(code)
 
 
 def _endpoint(address: Address) -> Endpoint:
@@ -83,8 +91,9 @@ def _endpoint(address: Address) -> Endpoint:
 def _text(found: ClientSetUp, command: Sequence[str], folder: Path) -> str:
     """Files, then one line for a shell."""
     files = [f"# {folder / name}\n{text}" for name, text in found.files.items()]
-    line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in found.variables.items()), shlex.join(command)])
-    return "\n".join([*files, line])
+    without = ["env", *(word for name in found.removed for word in ("-u", name))] if found.removed else []
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in found.variables.items()]
+    return "\n".join([*files, " ".join([*without, *assigned, shlex.join(command)])])
 
 
 @contextmanager
@@ -99,6 +108,7 @@ def _folder(wanted: Path | None) -> Iterator[Path]:
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not mark.exists() and any(wanted.iterdir()):
             raise click.ClickException(f"{wanted} holds files that are not of kvserve: name an empty folder.")
+        wanted.chmod(0o700)  # it may have been there, for everybody to read
         mark.touch()
     except OSError as error:
         raise click.ClickException(f"{wanted} cannot be used: {error.strerror}") from error
@@ -106,32 +116,54 @@ def _folder(wanted: Path | None) -> Iterator[Path]:
 
 
 def _write(files: Mapping[str, str], folder: Path) -> None:
+    """Nobody else can read them, whoever made a file of that name before."""
     for name, text in files.items():
-        file = folder / name
-        file.touch(mode=0o600)
-        file.write_text(text, "utf-8")
+        with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.truncate()
+            file.write(text)
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program to its end at this terminal; returns its exit code, 128 and the signal's number where one ended it.
-    A Ctrl+C reaches the program by itself; who ends this command ends it."""
-    process = subprocess.Popen(list(command), env=dict(environment))
+@dataclass(slots=True)
+class _Client:
+    """Owns the client's process and what signals do meanwhile. Before it runs a signal ends this command, so that what
+    was written goes; while it runs they end it and not this command, since a folder stays as long as its client; when
+    it has ended they do nothing more."""
 
-    def hand_on(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
+    process: "subprocess.Popen[bytes] | None" = None
+    is_starting: bool = False
+    waiting: list[int] = field(default_factory=list)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        code = _waited(process)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
-
-
-def _waited(process: "subprocess.Popen[bytes]") -> int:
-    while True:
+    @contextmanager
+    def handling_signals(self) -> Iterator["_Client"]:
+        """Whoever is not to be hung up on (`nohup`) is not."""
+        found = {number: signal.getsignal(number) for number in (*TERMINAL_SIGNALS, *OTHER_SIGNALS)}
+        before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
         try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+            for number in before:
+                signal.signal(number, self._handle)
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run a program to its end at this terminal; returns its exit code, 128 and the signal's number where one ended
+        it."""
+        self.is_starting = True
+        self.process = subprocess.Popen(list(command), env=dict(environment))
+        self.is_starting = False
+        for number in self.waiting:
+            self.process.send_signal(number)
+        code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.process is None and not self.is_starting:
+            raise SystemExit(128 + number)
+        if number in TERMINAL_SIGNALS:
+            return
+        if self.process is None:
+            self.waiting.append(number)
+        else:
+            self.process.send_signal(number)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from kvserve.app.catalogue import Catalogue, CatalogueSettings, Disk, Listing, ModelSource
-from kvserve.cli.output import json_option, show
+from kvserve.cli.output import json_option, printable_in, show
 from kvserve.config import Settings, load_launch
 from kvserve.engine.hub import download
 from kvserve.engine.model_files import cached_folder, check_weights, hub_models, is_model_folder, weight_file_bytes
@@ -108,5 +108,6 @@ def _table(found: list[ServableModel]) -> "Table":
         context = f"{each.context_tokens:,}" if each.context_tokens is not None else ""
         weights = f"{each.weight_bytes / 1e9:.2f} GB" if each.weight_bytes else ""
         what = each.fault or (f"= {each.alias_of}" if each.alias_of is not None else "")
-        table.add_row(each.name, each.where, each.architecture or "", weights, context, what)
+        # Names, architectures and faults are made of what was downloaded.
+        table.add_row(*map(printable_in, (each.name, each.where, each.architecture or "", weights, context, what)))
     return table

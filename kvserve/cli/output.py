@@ -26,17 +26,18 @@ def print_json_line(value: object) -> None:
 
 
 def show(value: object, as_json: bool, render: Callable[[], object]) -> None:
-    """The value as JSON, or what `render` makes of it for a person."""
+    """The value as JSON, or what `render` makes of it for a person: a text as it stands, or something for rich."""
     if as_json:
         print_json(value)
         return
+    rendered = render()
+    if isinstance(rendered, str):  # may be pasted or written into a file: no line of it is broken at any width
+        click.echo(rendered)
+        return
     from rich.console import Console  # takes a tenth of a second, which `--json` and help need not wait for
 
-    is_terminal = sys.stdout.isatty()
-    console = Console(markup=False, highlight=False, emoji=False, width=None if is_terminal else PIPE_WIDTH)
-    rendered = render()
-    # A line stays a line where a program reads it.
-    console.print(rendered, soft_wrap=isinstance(rendered, str) and not is_terminal)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(markup=False, highlight=False, emoji=False, width=width).print(rendered)
 
 
 def gib(num_bytes: float) -> str:

@@ -37,7 +37,7 @@ def print_file(keeper: Keeper | None, flags: Sequence[str], as_json: bool) -> No
     """Print the file that starts `kvserve serve` with these flags in this folder, whose .env it reads.
 
     Without --launchd or --systemd it is that of this machine. With --json also where the file goes, and the commands
-    that switch the service on and off.
+    that make its folder, switch the service on, have it read a changed file or .env, and switch it off.
     """
     try:
         parse_flags(flags)
@@ -56,14 +56,29 @@ FILES: dict[Keeper, str] = {
 }
 COMMANDS_OF: dict[Keeper, dict[str, list[str]]] = {
     "launchd": {
+        "before": ["mkdir -p ~/Library/LaunchAgents"],
         "on": [f"launchctl bootstrap gui/$(id -u) {FILES['launchd']}"],
+        "changed": [
+            f"launchctl bootout gui/$(id -u)/{LABEL}",
+            f"while launchctl print gui/$(id -u)/{LABEL} >/dev/null 2>&1; do sleep 1; done",
+            f"launchctl bootstrap gui/$(id -u) {FILES['launchd']}",
+        ],
         "off": [f"launchctl bootout gui/$(id -u)/{LABEL}"],
     },
     "systemd": {
-        "on": ["systemctl --user daemon-reload", "systemctl --user enable --now kvserve"],
+        "before": ["mkdir -p ~/.config/systemd/user"],
+        "on": [
+            "systemctl --user daemon-reload",
+            "systemctl --user enable --now kvserve",
+            "loginctl enable-linger",
+        ],
+        "changed": ["systemctl --user daemon-reload", "systemctl --user restart kvserve"],
         "off": ["systemctl --user disable --now kvserve"],
     },
 }
+"""What is typed before the file is written, once it is there, once it or `.env` was changed, and to be rid of it.
+launchd reads a file only as it loads the service, whose stop takes its time; systemd ends what a user runs when that
+user is logged out, unless the user may linger."""
 
 
 def property_list(command: Sequence[str], folder: Path) -> str:

@@ -25,6 +25,7 @@ from kvserve.engine.memory import MemoryPlan, WantedMemory, plan_memory
 from kvserve.engine.model import KvSize, kv_size, leaf_bytes
 from kvserve.engine.model_files import most_used_dtype, weight_file_bytes
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, refuse_own_code
+from kvserve.engine.vision_load import is_vision
 from kvserve.errors import ModelLoadError
 from kvserve.settings.model_config import own_context_limit, read_config, text_config
 
@@ -71,11 +72,12 @@ class Weights:
 @dataclass(frozen=True, slots=True)
 class Foreseen:
     """A model that is not loaded. `weights_from`: where its bytes of weights are known from (`shapes`: those of the
-    decoder alone where it sees); `dtype` what its numbers are, and whether that is only what is usual. `context_limit`
-    is for how long it was made, None: it does not say."""
+    decoder alone where it sees; `written out`: shapes too, since its files are smaller than what is loaded of them);
+    `dtype` what its numbers are, and whether that is only what is usual. `context_limit` is for how long it was made,
+    None: it does not say."""
 
     weight_bytes: int
-    weights_from: Literal["files", "hub", "shapes"]
+    weights_from: Literal["files", "hub", "shapes", "written out"]
     dtype: str
     is_dtype_known: bool
     sizes: KvSize
@@ -144,13 +146,15 @@ def foreseen(config: Mapping[str, Any], weights: Weights | None = None) -> Fores
     loaded, or whose code wants numbers before it says what it holds."""
     named = weights.dtype if weights is not None and weights.dtype is not None else _dtype_named(config)
     used = named or USUAL_DTYPE
-    seen = finding(lambda: _seen(config, DTYPES[used], counts_weights=weights is None))
+    is_written_out = _is_written_out(config)
+    known = None if is_written_out else weights
+    seen = finding(lambda: _seen(config, DTYPES[used], counts_weights=known is None))
     if isinstance(seen, Exception):
         raise _unforeseen(config, seen)
     caches, forms, counted = seen
     return Foreseen(
-        weight_bytes=weights.num_bytes if weights is not None else counted,
-        weights_from=weights.source if weights is not None else "shapes",
+        weight_bytes=known.num_bytes if known is not None else counted,
+        weights_from=known.source if known is not None else "written out" if is_written_out else "shapes",
         dtype=used,
         is_dtype_known=named is not None,
         sizes=kv_size(caches, forms, None, 0),
@@ -230,13 +234,31 @@ def _quantise(twin: Any, quantization: Mapping[str, Any]) -> None:
     quantize(twin, group_size, int(quantization["bits"]), mode=mode, class_predicate=wanted)
 
 
+def _form_of_weights(config: Mapping[str, Any]) -> Any:
+    """How another program quantised them, None where none did."""
+    return config.get("quantization_config") or text_config(config).get("quantization_config")
+
+
+def _is_written_out(config: Mapping[str, Any]) -> bool:
+    """Whether files in FP8 become numbers of 16 bits as they are loaded: mlx-lm 0.32 writes them out where a model is
+    made of them (`sanitize`), but for blocks with scales that MLX computes with. mlx-vlm 0.7, which loads what sees,
+    quantises blocks of 128 anew, in about as many bytes."""
+    form = _form_of_weights(config)
+    if config.get("quantization") is not None or not isinstance(form, Mapping) or form.get("quant_method") != "fp8":
+        return False
+    block = form.get("weight_block_size")
+    if is_vision(config):
+        return block != [128, 128]
+    return is_for_mlx_lm(config) and not (block == [32, 32] and form.get("scale_fmt") == "ue8m0")
+
+
 def _weight_bytes(twin: Any, config: Mapping[str, Any]) -> int:
     """Bytes of its weights, which are quantised as the config says. Raises ModelLoadError for a form of quantisation
     whose bytes a config does not tell. Where embeddings are tied, as transformers has it unless a config says no, some
     classes drop the head only once they see that no file has one."""
     if (quantization := config.get("quantization")) is not None:
         _quantise(twin, quantization)
-    elif config.get("quantization_config") is not None:
+    elif _form_of_weights(config) is not None and not _is_written_out(config):
         raise ModelLoadError("Its weights are quantised in a form whose bytes only its files tell.")
     is_tied = text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", True))
     arrays: list[tuple[str, mx.array]] = tree_flatten(twin.parameters())  # type: ignore[assignment]

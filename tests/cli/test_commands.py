@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 import pytest
 
+from kvserve.cli import fitting
 from kvserve.cli.commands import COMMANDS, kvserve
+from kvserve.errors import ModelLoadError
 from tests.cli.running import run, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +64,27 @@ def test_an_error_has_its_words_and_no_traceback(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MAX_KV_SIZE", "many")
     done = run("models")
     assert done.exit_code == 1 and done.stderr.startswith("Error: MAX_KV_SIZE='many' cannot be used")
+
+
+def test_what_a_hub_says_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error with the words of somebody else."""
+
+    def refuse(_: str) -> None:
+        raise ModelLoadError("the hub said \x1b[2J\x1b]0;mine\x07")
+
+    monkeypatch.setattr(fitting, "local_folder", refuse)
+    done = run("fit", "some/model")
+    assert done.exit_code == 1 and done.stderr == "Error: the hub said \\x1b[2J\\x1b]0;mine\\x07\n"
+
+
+@pytest.mark.parametrize("words", [("service", "print", "--systemd"), ("service", "print", "--launchd")])
+def test_what_is_pasted_has_its_own_lines_at_a_terminal(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    """However narrow it is: the same text as in a pipe."""
+    flags = ("--model", "some/model-of-a-long-name " * 8)
+    piped = run(*words, *flags).stdout
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: True, raising=False)
+    assert run(*words, *flags).stdout == piped and max(map(len, piped.splitlines())) > 200
 
 
 def test_the_page_has_every_command() -> None:

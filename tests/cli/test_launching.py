@@ -1,23 +1,29 @@
 """`kvserve launch`: each client is told what the README tells, and started with it in a folder of ours. Programs that
 write down how they were started stand for the clients; tests/e2e has the real ones."""
 
+import io
 import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from dotenv import dotenv_values
 
+from kvserve.cli import launching
 from kvserve.cli.asking import Address
-from kvserve.cli.client_configs import CLIENTS, NO_KEY, ClientSetUp, Endpoint
+from kvserve.cli.client_configs import CLAUDE_ELSEWHERE, CLIENTS, NO_KEY, ClientSetUp, Endpoint
 from tests.cli.running import run, told
 from tests.e2e import pasted
+from tests.web.fakes import eventually
 
 README_SERVER = Endpoint("http://127.0.0.1:4000", NO_KEY, 131_072)
 FOLDER = Path("/folder")
@@ -25,7 +31,7 @@ FOLDER = Path("/folder")
 RECORDER = f"""#!{sys.executable} -IS
 import json, os, pathlib, sys
 files = {{}}
-for name, value in os.environ.items():
+for value in [*os.environ.values(), *sys.argv[1:]]:
     path = pathlib.Path(value)
     if "kvserve-launch-" in value or "kept" in value:
         for each in [path] if path.is_file() else path.glob("*"):
@@ -83,7 +89,46 @@ def test_variables_are_those_of_the_readme(client: str, section: str) -> None:
     assert found.arguments[: len(wanted)] == wanted
     if client == "aider":
         assert json.loads(found.files["metadata.json"]) == {"openai/local": {"max_input_tokens": 131_072}}
-        assert found.arguments[len(wanted) :] == ("--model-metadata-file", "/folder/metadata.json")
+        assert found.arguments[-4:-2] == ("--model-metadata-file", "/folder/metadata.json")
+
+
+def test_no_settings_of_a_person_lead_claude_code_elsewhere(
+    installed: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `env` of their files wins over variables, and that of the file on the command line over theirs, name by name:
+    all that leads elsewhere is empty there, and nothing of it is inherited."""
+    for name in CLAUDE_ELSEWHERE:
+        monkeypatch.setenv(name, "elsewhere")
+    assert {"ANTHROPIC_AUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"} <= set(CLAUDE_ELSEWHERE)
+    done, seen = launched(capfd, "claude", "-p", "hello")
+    assert done.exit_code == 7, done.output
+    option, path, *own = seen["arguments"]
+    assert option == "--settings" and own == ["-p", "hello"]
+    settings = json.loads(seen["files"][path][0])["env"]
+    assert settings["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8080" and settings["ANTHROPIC_API_KEY"] == NO_KEY
+    merged = {**dict.fromkeys(CLAUDE_ELSEWHERE, "elsewhere"), "ANTHROPIC_BASE_URL": "http://elsewhere", **settings}
+    assert "elsewhere" not in str(merged)
+    assert "elsewhere" not in seen["variables"].values()
+    own_variables = {name: seen["variables"][name] for name in set_up("claude").variables}
+    assert settings == own_variables | dict.fromkeys(CLAUDE_ELSEWHERE, "")
+    assert run("launch", "claude", "--print").stdout.splitlines()[-1].startswith("env -u ANTHROPIC_AUTH_TOKEN -u ")
+
+
+def test_no_file_of_a_person_leads_aider_elsewhere() -> None:
+    """The file of variables that is named on the command line is read last, and has all by which a server is named; all
+    models that it asks are this one."""
+    found = set_up("aider", Endpoint("http://127.0.0.1:8080", "it's a \\ key", 8_000))
+    assert found.arguments[-2:] == ("--env-file", "/folder/aider.env")
+    settings = dotenv_values(stream=io.StringIO(found.files["aider.env"]))
+    urls = {"OPENAI_API_BASE", "OPENAI_BASE_URL", "AIDER_OPENAI_API_BASE"}
+    assert {settings.pop(name) for name in urls} == {"http://127.0.0.1:8080/v1"}
+    assert {settings.pop(name) for name in ("OPENAI_API_KEY", "AIDER_OPENAI_API_KEY")} == {"it's a \\ key"}
+    assert settings == {
+        "AIDER_SET_ENV": "OPENAI_API_BASE=http://127.0.0.1:8080/v1",
+        "AIDER_API_KEY": "openai=it's a \\ key",
+    }
+    asked = [found.arguments[place + 1] for place, word in enumerate(found.arguments) if word.endswith("model")]
+    assert asked == ["openai/local"] * 3
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -153,6 +198,22 @@ def test_a_folder_that_was_asked_for_is_kept_and_is_no_other(
     assert (own / "models.json").read_text() == "mine"
 
 
+def test_nobody_else_reads_a_folder_that_was_there(
+    installed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An empty one that all could read, and one with a file of a run before that all could read."""
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o755)
+    for _ in range(2):
+        done, _seen = launched(capfd, "pi", "--folder", str(kept))
+        assert done.exit_code == 7
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (kept, kept / "models.json")]
+        assert modes == [0o700, 0o600]
+        kept.chmod(0o755)
+        (kept / "models.json").chmod(0o644)
+        (kept / "models.json").write_text("x" * 10_000)
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_what_would_be_started_is_printed_and_nothing_is_written(installed: Path, tmp_path: Path, client: str) -> None:
     """In words to paste and as JSON; FOLDER stands for the temporary one."""
@@ -182,24 +243,71 @@ def test_who_ends_the_command_ends_the_client(
     installed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SIGTERM is handed on, and the folder goes."""
-    (installed / "aider").write_text(
-        f"#!{sys.executable} -IS\nimport time\nprint('{{}}', flush=True)\ntime.sleep(100)\n"
-    )
+    script = f"import time\nprint('{{}}', flush=True)\nopen({str(tmp_path / 'started')!r}, 'w')\ntime.sleep(100)\n"
+    (installed / "aider").write_text(f"#!{sys.executable} -IS\n{script}")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
 
     def end() -> None:
-        while not list(tmp_path.glob("kvserve-launch-*/metadata.json")):
-            threading.Event().wait(0.01)
-        while signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]:
-            threading.Event().wait(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if eventually((tmp_path / "started").exists):
+            seen.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
 
+    seen: list[bool] = []
     killer = threading.Thread(target=end)
     killer.start()
     try:
         done, _ = launched(capfd, "aider")
     finally:
         killer.join()
+    assert seen == [True]
     assert {number: signal.getsignal(number) for number in before} == before
     assert done.exit_code == 128 + signal.SIGTERM
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "programs", "started"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_who_ends_it_before_the_client_runs_leaves_no_key(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A signal between the configuration and the client."""
+    write = launching._write
+
+    def write_and_end(files: Mapping[str, str], folder: Path) -> None:
+        write(files, folder)
+        assert list(tmp_path.glob("kvserve-launch-*/models.json"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(launching, "_write", write_and_end)
+    assert run("launch", "pi").exit_code == 128 + number
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "programs"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_a_folder_stays_as_long_as_its_client(
+    installed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """What a terminal sends reaches the client by itself, which may go on; here it alone is not sent it."""
+    script = "import os, pathlib, signal, sys, time\n"
+    script += f"os.kill(os.getppid(), {int(number)})\ntime.sleep(0.1)\n"
+    script += "print('[]' if pathlib.Path(os.environ['PI_CODING_AGENT_DIR'], 'models.json').exists() else '')\n"
+    (installed / "pi").write_text(f"#!{sys.executable} -IS\n{script}sys.exit(5)\n")
+    assert run("launch", "pi").exit_code == 5
+    assert json.loads(capfd.readouterr().out) == []
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "programs"]
+
+
+def test_a_signal_while_the_client_is_started_reaches_it(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the fork and the moment from which it is known."""
+    start = subprocess.Popen
+
+    def started(*words: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        process: subprocess.Popen[bytes] = start(*words, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    (installed / "pi").write_text(f"#!{sys.executable} -IS\nimport time\ntime.sleep(100)\n")
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert run("launch", "pi").exit_code == 128 + signal.SIGTERM
     assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "programs"]

@@ -1,5 +1,6 @@
 """`kvserve models`: MODEL_PATH, folders, the hub's cache, aliases, and what is broken."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_what_is_not_there_or_not_whole_says_so(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MODEL_PATH", str(broken))
     [found] = told("models")
     assert "bytes instead of" in found["fault"] and found["weight_bytes"] > 0
+
+
+def test_what_was_downloaded_moves_no_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has the escapes of what a config calls its architecture; JSON has them as JSON does."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "x\x1b[2Jy"}), "utf-8")
+    (folder / "model.safetensors").write_bytes((tiny_model("qwen3") / "model.safetensors").read_bytes())
+    monkeypatch.setenv("MODEL_PATH", str(folder))
+    assert told("models")[0]["architecture"] == "x\x1b[2Jy"
+    shown = run("models").stdout
+    assert "x\\x1b[2Jy" in shown and "\x1b" not in shown
 
 
 def test_a_model_of_the_hub_is_fetched_and_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

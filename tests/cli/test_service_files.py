@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.cli.service_files import property_list, unit
+from kvserve.cli.service_files import COMMANDS_OF, FILES, property_list, unit
 from tests.cli.running import run, told
 from tests.laws import num_examples
 
@@ -33,6 +33,16 @@ def test_flags_go_into_the_command_and_the_folder_is_this_one(tmp_path: Path, mo
     body = told("service", "print", "--systemd", "--no-proxy")
     assert service_of(body["text"])["ExecStart"] == f"{sys.executable} -m kvserve.cli serve --no-proxy"
     assert body["file"].endswith("kvserve.service") and any("enable" in line for line in body["on"])
+
+
+def test_the_page_has_the_commands_that_are_told() -> None:
+    """A folder that is not there yet, a user who logs out, and a file that was changed are thought of."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "command.md").read_text("utf-8")
+    for keeper, groups in COMMANDS_OF.items():
+        body = told("service", "print", f"--{keeper}")
+        assert {name: body[name] for name in groups} == groups
+        assert [line for lines in groups.values() for line in lines if line not in page] == []
+        assert groups["before"] == [f"mkdir -p {FILES[keeper].rpartition('/')[0]}"]
 
 
 @pytest.mark.parametrize(("platform", "begins"), [("darwin", "<?xml"), ("linux", "[Unit]")])

@@ -2,6 +2,8 @@
 nobody is there."""
 
 import http.client
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 from click.testing import Result
 
 from kvserve.cli import top
-from kvserve.cli.asking import Address, address_of
+from kvserve.cli.asking import KEY_VARIABLE, Address, NoAnswer, address_of
+from kvserve.cli.doctor import OWN_FIELDS
 from kvserve.cli.explaining import text_of
 from kvserve.cli.output import printable_in
 from tests.cli.running import run, told, words_of
@@ -64,6 +67,7 @@ def test_one_look_shows_requests_sessions_and_the_miss(server: AppUnderTest) -> 
     assert "swans" not in shown, "no text of a prompt"
     state = told("top", "--once", "--server-url", f"http://127.0.0.1:{server.port}")
     assert state["health"]["status"] == "ok" and len(state["misses"]) == 1
+    assert state["health"].keys() >= OWN_FIELDS, "by these the doctor knows a kvserve"
 
     body = told("explain", "--server-url", f"http://127.0.0.1:{server.port}/v1")
     assert body["cause"] == "message changed" and body["first_difference"]["message_index"] == 1
@@ -140,6 +144,36 @@ def test_the_key_of_the_settings_goes_to_their_own_server_only(tmp_path: Path, m
     assert address_of(None, None) == Address("http://[::1]:8123", "secret")
     assert address_of("http://elsewhere:1/v1", None) == Address("http://elsewhere:1", "")
     assert address_of("http://elsewhere:1/", "theirs") == Address("http://elsewhere:1", "theirs")
+
+
+def test_a_key_need_not_stand_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable stands for the option, whose own value counts more; the help names it."""
+    asked: list[str] = []
+    monkeypatch.setattr(Address, "get", lambda address, _: asked.append(address.api_key) or {})
+    monkeypatch.setattr("kvserve.cli.explaining.text_of", lambda _: "")
+    monkeypatch.setenv(KEY_VARIABLE, "sk-of-the-variable")
+    for words in ((), ("--api-key", "sk-typed")):
+        assert run("explain", "--server-url", NOWHERE, *words).exit_code == 0
+    assert asked == ["sk-of-the-variable", "sk-typed"]
+    assert "KVSERVE_API_KEY" in run("explain", "--help").stdout
+
+
+def test_what_is_no_http_moves_no_cursor() -> None:
+    """A listener's first line stands in the error."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer_once, args=(listener, b"\x1b[2J\r\n"))
+        thread.start()
+        with pytest.raises(NoAnswer, match=r"\\x1b\[2J") as silence:
+            Address(f"http://127.0.0.1:{listener.getsockname()[1]}", "").get("/")
+        thread.join()
+    assert "\x1b" not in str(silence.value)
+
+
+def answer_once(listener: socket.socket, answer: bytes) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65_536)
+        connection.sendall(answer)
 
 
 def test_what_a_client_sent_moves_no_cursor() -> None:

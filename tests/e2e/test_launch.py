@@ -3,7 +3,8 @@ context.
 
 What the model writes is scripted by grammars; everything else is real. The trials are those of the twelve clients, here
 without a configuration of a person's: only what a run without a person needs is given to the client as arguments, and
-its own files in its HOME are looked at afterwards.
+its own files in its HOME are looked at afterwards. Claude Code and aider find files and variables there that lead to
+another server, where nobody is.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import Client
+from tests.e2e.clients import NOWHERE, Client
 from tests.e2e.conftest import Stage
 from tests.e2e.five_turns import SCALES, SHORT_RULES, make_project
 from tests.e2e.installing import install, install_python, programs, python_program
@@ -74,6 +75,34 @@ OWN_FILES = {
 """Where a person's own configuration would be."""
 
 
+ELSEWHERE = json.dumps(
+    {
+        "env": {
+            **{"ANTHROPIC_BASE_URL": NOWHERE, "ANTHROPIC_API_KEY": "elsewhere", "ANTHROPIC_AUTH_TOKEN": "elsewhere"},
+            **{"CLAUDE_CODE_USE_BEDROCK": "1", "CLAUDE_CODE_USE_VERTEX": "1", "AWS_REGION": "us-east-1"},
+        }
+    }
+)
+DOTENV = f"OPENAI_API_BASE={NOWHERE}/v1\nOPENAI_BASE_URL={NOWHERE}/v1\nOPENAI_API_KEY=elsewhere\n"
+AIDER_CONF = f"""\
+openai-api-base: {NOWHERE}/v1
+openai-api-key: elsewhere
+set-env:
+  - OPENAI_API_BASE={NOWHERE}/v1
+weak-model: openai/elsewhere
+"""
+HOSTILE: dict[str, dict[str, str]] = {
+    "claude": {".claude/settings.json": ELSEWHERE, "project/.claude/settings.json": ELSEWHERE},
+    "aider": {".env": DOTENV, "project/.env": DOTENV, ".aider.conf.yml": AIDER_CONF},
+}
+"""Files of a HOME that lead a client to another server, each of which it reads over the variables that it inherits."""
+
+INHERITED = {
+    "claude": {"ANTHROPIC_AUTH_TOKEN": "elsewhere", "CLAUDE_CODE_USE_VERTEX": "1"},
+    "aider": {"OPENAI_BASE_URL": f"{NOWHERE}/v1", "AIDER_OPENAI_API_BASE": f"{NOWHERE}/v1"},
+}
+
+
 @dataclass(frozen=True)
 class Launched(Client):
     """A client that is started by the command."""
@@ -92,6 +121,7 @@ class Launched(Client):
             PYTHONPATH=str(ROOT),
             DISABLE_AUTOUPDATER="1",
             OPENCODE_DISABLE_AUTOUPDATE="1",
+            **INHERITED.get(self.name, {}),
         )
 
 
@@ -113,6 +143,9 @@ def set_up(home: Path, name: str, port: int) -> Launched:
     client = Launched(home, name, port)
     client.project.mkdir(parents=True)
     make_project(client.project, SHORT_RULES)
+    for file, text in HOSTILE.get(name, {}).items():
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(text, "utf-8")
     if name == "opencode":
         (client.project / "opencode.json").write_text(json.dumps({"permission": {"*": "allow"}}), "utf-8")
     return client
@@ -121,7 +154,7 @@ def set_up(home: Path, name: str, port: int) -> Launched:
 @pytest.mark.parametrize("name", WORDS)
 def test_a_launched_client_makes_two_turns_with_a_tool(server: ScriptedServer, name: str, tmp_path: Path) -> None:
     """Its tool runs, both answers arrive, what was read before is not computed again, and nothing that a person would
-    have written is there afterwards."""
+    have written is there afterwards, or what was there is as it was."""
     trial: Trial = TRIAL_OF[name]
     server.app.clear_cache()
     server.steps[:], server.is_for_all = trial.steps, not trial.brings_tools
@@ -141,3 +174,5 @@ def test_a_launched_client_makes_two_turns_with_a_tool(server: ScriptedServer, n
     assert trial.proof in requests[-1].prompt
     assert min(request.reuse for request in requests[1:]) >= trial.min_reuse
     assert name not in OWN_FILES or not (tmp_path / OWN_FILES[name]).exists()
+    own = HOSTILE.get(name, {})
+    assert {file: (tmp_path / file).read_text("utf-8") for file in own} == own

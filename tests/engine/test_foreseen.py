@@ -17,7 +17,7 @@ from kvserve.demo.vision_families import VISION_FAMILIES
 from kvserve.engine.foreseen import DTYPES, Fit, Foreseen, Weights, fit, foreseen, foreseen_in
 from kvserve.engine.memory import KV_SHARE
 from kvserve.engine.model import load
-from kvserve.engine.text_load import load_text
+from kvserve.engine.text_load import is_for_mlx_lm, load_text
 from kvserve.errors import ModelLoadError
 from kvserve.settings.model_config import read_config
 from tests.engine.public_configs import PUBLIC
@@ -181,6 +181,37 @@ def test_what_cannot_be_foreseen_is_refused_with_a_reason(monkeypatch: pytest.Mo
         foreseen(packed)
     known = foreseen(packed, Weights(12_000_000_000, "hub"))
     assert known.weight_bytes == 12_000_000_000 and known.sizes == foreseen(PUBLIC["gpt-oss-20b"]).sizes
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""As DeepSeek-V3's config has it; its files on the hub have 688.6 GB."""
+
+
+@pytest.mark.parametrize("weights", [None, Weights(688_586_727_753, "hub")])
+def test_weights_in_fp8_count_as_they_are_loaded(weights: Weights | None) -> None:
+    """mlx-lm writes them out in 16 bits: twice what the files have."""
+    found = foreseen(PUBLIC["DeepSeek-V3"] | {"quantization_config": FP8}, weights)
+    assert found.weight_bytes == pytest.approx(1.22 * 2**40, rel=0.01) and found.weights_from == "written out"
+    assert found.sizes == foreseen(PUBLIC["DeepSeek-V3"]).sizes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PUBLIC["Llama-3.1-8B"] | {"quantization_config": FP8 | {"weight_block_size": [32, 32], "scale_fmt": "ue8m0"}},
+        PUBLIC["gemma-3-12b"] | {"quantization_config": FP8, "vision_config": {"model_type": "siglip_vision_model"}},
+    ],
+)
+def test_weights_in_fp8_that_stay_packed_count_as_their_files(config: dict[str, Any]) -> None:
+    """Blocks of MLX's own form, and what mlx-vlm quantises anew; without files a config does not tell."""
+    assert foreseen(config, Weights(9_000_000_000, "hub")).weight_bytes == 9_000_000_000
+    with pytest.raises(ModelLoadError, match="only its files tell"):
+        foreseen(config)
+
+
+def test_a_helper_of_mlx_lm_is_no_architecture() -> None:
+    """A module without a model in it."""
+    assert is_for_mlx_lm({"model_type": "llama"}) and not is_for_mlx_lm({"model_type": "cache"})
 
 
 # --- on a machine -----------------------------------------------------------------------------------------------------
