@@ -78,7 +78,9 @@ def test_what_a_hub_says_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("words", [("service", "print", "--systemd"), ("service", "print", "--launchd")])
-def test_what_is_pasted_has_its_own_lines_at_a_terminal(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+def test_what_is_pasted_has_its_own_lines_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
     """However narrow it is: the same text as in a pipe."""
     flags = ("--model", "some/model-of-a-long-name " * 8)
     piped = run(*words, *flags).stdout
