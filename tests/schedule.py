@@ -39,6 +39,9 @@ ALONG = {
 MAX_STALE_FILES = 20
 """More test files than this without their rewritten bytecode are compiled once, before the workers start."""
 
+LEFT_OUT = ("e2e", "with_drafts")
+"""Folders whose files no worker of the default run imports."""
+
 UNKNOWN_SECONDS = 5.0
 """For a file that was never measured: early enough that it is not the last one to end."""
 
@@ -114,7 +117,8 @@ def _read_file() -> dict[str, Any]:
 def stale_files(folder: Path) -> list[Path]:
     """Test modules whose bytecode, in which pytest has rewritten the asserts, is missing or older than they are."""
     stale = []
-    for source in set(folder.rglob("test_*.py")) - set(folder.glob("e2e/*")):  # which no worker imports unless asked
+    left_out = {path for name in LEFT_OUT for path in folder.glob(f"{name}/*")}
+    for source in set(folder.rglob("test_*.py")) - left_out:
         compiled = list((source.parent / "__pycache__").glob(f"{source.stem}.{sys.implementation.cache_tag}-pytest-*"))
         if all(file.stat().st_mtime <= source.stat().st_mtime for file in compiled):
             stale.append(source)

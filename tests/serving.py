@@ -30,11 +30,14 @@ from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.prefill import Prefill
 from kvserve.observe.terminal import Terminal
 from kvserve.requests.served_model import ServedModel
+from kvserve.settings.kinds import DraftLimit
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 from tests.web.fakes import PATIENCE_SECONDS, RawClient, Response, encode_request, eventually
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+SPECULATION: DraftLimit = "off"
+"""Of servers that are told nothing else: a pass gives one token. `tests/with_drafts` sets it otherwise."""
 SCRIPT_SEED = 4711
 """The seed of a request whose row writes the script of `writing`."""
 
@@ -181,7 +184,7 @@ def unstarted_app(
         "disk_cache_dir": folder / "kv",
         "prewarm_prefixes": 0,
         "warm_next_turn": False,  # reuse and forward passes are those of the requests alone
-        "speculation": "off",  # and a pass gives one token
+        "speculation": SPECULATION,
     }
     launch = Launch(Settings(_env_file=None, **(values | settings)), None, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()

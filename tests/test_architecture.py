@@ -25,6 +25,7 @@ JOINERS = (
     "kvserve/warming/speculative_prefill.py",
     "kvserve/web/",
     "kvserve/app/",
+    "kvserve/cli/",
 )
 OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
 ORDER = (
@@ -37,6 +38,7 @@ ORDER = (
     ("observe", "warming"),
     ("web",),
     ("app",),
+    ("cli",),
 )
 """The packages and the files beside them. Each imports what stands in earlier rows only, the joiners too, so there is
 no circle: what a package needs to know of a later one is handed to it."""
@@ -114,11 +116,15 @@ def starts_thread(use: Use) -> bool:
 
 DOORS = (
     Door("only the engine and the demo model import mlx*", is_mlx, ("kvserve/engine/", "kvserve/demo/")),
-    Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
     Door(
-        "only proxy/, app/blas.py and demo/fetch.py start processes",
+        "only config.py reads the environment; cli/starting.py hands it on, as start_llm.py does",
+        reads_environment,
+        ("kvserve/config.py", "kvserve/cli/starting.py"),
+    ),
+    Door(
+        "only proxy/, app/blas.py, demo/fetch.py and cli/launching.py start processes",
         starts_process,
-        ("kvserve/proxy/", "kvserve/app/blas.py", "kvserve/demo/fetch.py"),
+        ("kvserve/proxy/", "kvserve/app/blas.py", "kvserve/demo/fetch.py", "kvserve/cli/launching.py"),
     ),
     Door(
         "only the engine, who reads weights or writes files, who guesses, web server and proxy watcher start threads",
@@ -336,6 +342,8 @@ def test_scripts_speak_http_only() -> None:
         ("kvserve/output/tool_parsers.py", "from mlx_lm.tool_parsers import json_tools", "import mlx*"),
         ("kvserve/requests/serve.py", "import mlx_vlm", "import mlx*"),
         ("kvserve/app/server.py", "import os\nos.environ['A']", "reads the environment"),
+        ("kvserve/cli/fitting.py", "import os\nos.environ['A']", "reads the environment"),
+        ("kvserve/app/server.py", "from kvserve.cli import commands", "imports earlier ones"),
         ("kvserve/app/server.py", "import os as o\no.getenv('A')", "reads the environment"),
         ("kvserve/proxy/litellm.py", "from os import environ", "reads the environment"),
         ("kvserve/app/server.py", "import subprocess", "start processes"),

@@ -91,9 +91,9 @@ def test_of_a_worker_that_crashes_the_rest_goes_to_its_successor(scheduler: Slow
 
 def test_what_has_to_be_compiled_is_what_is_new_or_changed(tmp_path: Path) -> None:
     """A test without rewritten bytecode, or with bytecode that is older than it; never those that no worker imports."""
-    (tmp_path / "e2e").mkdir()
-    (tmp_path / "__pycache__").mkdir()
-    for name in ("test_new", "test_changed", "test_same", "e2e/test_client"):
+    for folder in ("e2e", "with_drafts", "__pycache__"):
+        (tmp_path / folder).mkdir()
+    for name in ("test_new", "test_changed", "test_same", "e2e/test_client", "with_drafts/test_again"):
         (tmp_path / f"{name}.py").touch()
     for name, seconds_later in (("test_changed", -1), ("test_same", 1)):
         compiled = tmp_path / "__pycache__" / f"{name}.{sys.implementation.cache_tag}-pytest-9.0.0.pyc"

@@ -4,7 +4,7 @@
 
 It knows libraries and processes, no models. A library is preloaded by the loader (LD_PRELOAD) before any code runs, so
 the process executes itself once more, in place. What that needs in the environment is taken out again before anything
-else is started. `start_llm.py` calls it before it imports anything that is slow.
+else is started. `start.py` calls it before it imports anything that is slow.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ SENTINEL = "KVSERVE_BLAS_PRELOADED"
 """In the environment of the process that was executed again, and of nothing else: what is to be put back."""
 
 BEGAN_AT = time.monotonic()
-"""When this module was imported: `start_llm.py` imports nothing before it."""
+"""When this module was imported: nothing that is slow is before it."""
 
 KERNEL_VARIABLES = re.compile(r"(MLX|OPENBLAS|BLIS|MKL|CUDA|CUBLAS|CUDNN|NVIDIA)_.*")
 """In the environment: they choose kernels, or how operations are put together."""

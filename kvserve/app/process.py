@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from rich.console import Console
 from kvserve.app.blas import Preloading
 from kvserve.config import Launch, load_launch
 from kvserve.errors import KvserveError, StartupError
-from kvserve.observe.terminal import Terminal
+from kvserve.observe.terminal import BannerFacts, Terminal
 from kvserve.proxy.generate import proxy_files
 from kvserve.proxy.ownership import refuse_foreign_holder
 from kvserve.settings.start_checks import refuse_unusable_start
@@ -42,9 +42,14 @@ class _AtOnce(BaseException):
         self.number = number
 
 
-def main(argv: Sequence[str], preloading: Preloading = NOTHING_PRELOADED) -> int:
-    """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
-    terminal = Terminal(Console(stderr=True), began_at=preloading.began_at)
+def main(
+    argv: Sequence[str],
+    preloading: Preloading = NOTHING_PRELOADED,
+    on_banner: Callable[[BannerFacts], None] | None = None,
+) -> int:
+    """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start. `on_banner` is
+    told what the banner says, once the model answers."""
+    terminal = Terminal(Console(stderr=True), began_at=preloading.began_at, on_banner=on_banner)
     stopping = threading.Event()
     try:
         launch = _launch(argv, preloading)

@@ -294,7 +294,7 @@ def _probed(folder: Path, config: Mapping[str, Any], module: Module, kv: KvSetti
     if isinstance(forms, Exception):  # its sizes are needed all the same
         forms = forms_by_class(lambda: make_prompt_cache(module))
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
-    sizes = _kv_size(caches, forms, support.caches if support else None, kv.start)
+    sizes = kv_size(caches, forms, support.caches if support else None, kv.start)
     return Probed(vocab_size, sizes, forms, leaf_trouble, support.notes if support else ())
 
 
@@ -342,9 +342,7 @@ def _forms(module: Module) -> tuple[LeafForm, ...]:
     return forms
 
 
-def _kv_size(
-    caches: Sequence[Any], forms: Sequence[LeafForm], packed: Sequence[Any] | None, packed_from: int
-) -> KvSize:
+def kv_size(caches: Sequence[Any], forms: Sequence[LeafForm], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
     """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
     per_token, fixed = _sizes(caches, forms)
     num_plain = sum(type(cache) is KVCache for cache in flat_caches(caches))
@@ -362,17 +360,19 @@ def _kv_size(
 
 def _sizes(caches: Sequence[Any], forms: Sequence[LeafForm]) -> tuple[float, int]:
     """KV bytes per token, and bytes that a row has whatever its length."""
-    per_token, fixed = 0.0, 0
-    for cache, form in zip(flat_caches(caches), forms, strict=True):
-        if isinstance(cache, ArraysCache):
-            fixed += cache.nbytes
-        elif isinstance(cache, RotatingKVCache):
-            fixed += int(_bytes_per_token(cache) * cache.max_size)
-        elif not is_known(cache) and not isinstance(cache, PackedCache):
-            per_token, fixed = per_token + form.per_token, fixed + form.fixed
-        else:
-            per_token += _bytes_per_token(cache)
-    return per_token, fixed
+    leaves = [leaf_bytes(cache, form) for cache, form in zip(flat_caches(caches), forms, strict=True)]
+    return sum(per_token for per_token, _ in leaves), sum(fixed for _, fixed in leaves)
+
+
+def leaf_bytes(cache: Any, form: LeafForm) -> tuple[float, int]:
+    """The same of one leaf that holds a few tokens. Only shapes are looked at."""
+    if isinstance(cache, ArraysCache):
+        return 0.0, cache.nbytes
+    if isinstance(cache, RotatingKVCache):
+        return 0.0, int(_bytes_per_token(cache) * cache.max_size)
+    if not is_known(cache) and not isinstance(cache, PackedCache):
+        return form.per_token, form.fixed
+    return _bytes_per_token(cache), 0
 
 
 def _bytes_per_token(cache: Any) -> float:

@@ -20,12 +20,14 @@ import os
 import re
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import scan_cache_dir, snapshot_download
+from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from kvserve.errors import ModelLoadError
 
@@ -33,13 +35,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PART = re.compile(r"(model.*-)(\d+)-of-(\d+)(\.safetensors)")
 _MAX_HEADER_BYTES = 2**28
 
+HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+"""What is downloaded of a model. The hub's library calls a snapshot that lacks other files incomplete, unless it is
+told that only these are wanted."""
+
 
 def cached_folder(hub_name: str) -> Path | None:
     """The folder of a hub name's snapshot, None where there is none; the network is never asked."""
     if _HUB_NAME.fullmatch(hub_name) is None:
         return None
     try:
-        return Path(snapshot_download(hub_name, local_files_only=True))
+        return Path(snapshot_download(hub_name, allow_patterns=HUB_PATTERNS, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 
@@ -91,17 +97,45 @@ def _missing_parts(names: set[str]) -> list[str]:
 
 
 def _expected_bytes(file: Path) -> int | None:
-    """The size that a safetensors file should have: eight bytes of length, a JSON header, data. None: unreadable."""
+    """The size that a safetensors file must have by its header; None if it has none."""
+    read = _header(file)
+    try:
+        return None if read is None else read[0] + max((int(each["data_offsets"][1]) for each in read[1]), default=0)
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None
+
+
+def _header(file: Path) -> tuple[int, list[Any]] | None:
+    """Where the data of a safetensors file begins, and what its header says of each tensor; None if it has none."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _MAX_HEADER_BYTES:
                 return None
             header = json.loads(stream.read(length))
-        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
+        return 8 + int(length), [tensor for name, tensor in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, AttributeError, struct.error):
         return None
-    return 8 + int(length) + max(ends, default=0)
+
+
+def most_used_dtype(folder: Path) -> str | None:
+    """The type of most tensors that are no packed numbers, as safetensors calls it (`BF16`); None without weights."""
+    files = sorted(folder.glob("model*.safetensors"))
+    headers = [read[1] for file in files[:1] if (read := _header(file)) is not None]
+    counted = Counter(str(each.get("dtype")) for header in headers for each in header if isinstance(each, dict))
+    floating = {dtype: number for dtype, number in counted.items() if dtype in ("F32", "F16", "BF16")}
+    return max(floating, key=lambda dtype: floating[dtype]) if floating else None
+
+
+def hub_models() -> list[tuple[str, Path]]:
+    """Names and folders of the models in the hub's cache; the network is never asked."""
+    try:
+        repositories = scan_cache_dir().repos
+    except (CacheNotFound, ValueError, OSError):
+        return []
+    names = sorted(each.repo_id for each in repositories if each.repo_type == "model")
+    found = ((name, cached_folder(name)) for name in names)
+    return [(name, folder) for name, folder in found if folder is not None and is_model_folder(folder)]
 
 
 FOREIGN_SUFFIXES = frozenset(

@@ -23,10 +23,12 @@ model that looks ahead does not."""
 
 
 def is_for_mlx_lm(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm has the architecture."""
+    """Whether mlx-lm has the architecture, as a model and not as a helper of one."""
     try:
         _get_classes(dict(config))
-    except (ValueError, SystemExit):  # a module that ends the process where a package of its own is not installed
+    except (ValueError, AttributeError):
+        return False
+    except SystemExit:  # a module that ends the process where a package of its own is not installed
         return False
     return True
 

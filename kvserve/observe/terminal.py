@@ -59,7 +59,7 @@ class Terminal:
     It waits for a terminal that is slow or stopped: what the engine thread calls for each token or chunk is not here.
 
     `wall_clock` gives seconds since the epoch for the lines, `monotonic` seconds for durations; `began_at` is what that
-    said when the process was started, None: now.
+    said when the process was started, None: now. `on_banner` is told what the banner says, for who reads no banners.
     """
 
     def __init__(
@@ -68,8 +68,10 @@ class Terminal:
         wall_clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         began_at: float | None = None,
+        on_banner: Callable[[BannerFacts], None] | None = None,
     ) -> None:
         self._console = console
+        self._on_banner = on_banner
         self._wall_clock = wall_clock
         self._monotonic = monotonic
         self._began_at = monotonic() if began_at is None else began_at
@@ -82,6 +84,8 @@ class Terminal:
         self._model_name = facts.model_name
         for line in banner_lines(facts):
             self._write(line, "bold" if line.startswith("kvserve ") else "yellow" if line.startswith("!") else "")
+        if self._on_banner is not None:
+            self._on_banner(facts)
 
     def ready(self, name: str, url: str) -> None:
         """Say that this answers now, and how long after the start; one that answers again was started meanwhile."""

@@ -8,15 +8,17 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from kvserve.core import Draft, GenerationDone, GenerationRequest, TokenDelta, TokenLogprobs
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder, ExtractedRow
 from kvserve.engine.draft_nouns import DraftSupport
 from kvserve.engine.draft_support import find_draft_support
+from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.pass_costs import PassCosts
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import prompt_of, request
 from tests.starts import always_paying
@@ -176,12 +178,25 @@ def assert_same(found: Answered, plain: Answered) -> None:
 
 
 def assert_kept(model: LoadedModel, left: ExtractedRow) -> None:
-    """What a row leaves behind are its own tokens, and a row that goes on from it is a cold one."""
-    said = left.row.tokens()
-    assert left.tokens[: len(said)] == said[: len(left.tokens)]
-    for leaf in left.caches:
-        if hasattr(leaf, "trim") and hasattr(leaf, "keys") and leaf.offset > len(left.tokens):
-            leaf.trim(leaf.offset - len(left.tokens))
+    """What a row leaves behind are its own tokens and no others, and a row that goes on from it is a cold one.
+
+    One token more may be there, a stop token behind the answer that it ended: among the tokens, or only as a row of
+    leaves that can be cut, where states were put back to before it. Fewer may be there of a row that is not over, whose
+    states went back: the last ones go through the model with its next pass.
+    """
+    said, num_tokens = left.row.tokens(), len(left.tokens)
+    is_stopped = left.row.is_over and len(left.row.generated) < left.row.request.max_tokens
+    if is_stopped and num_tokens > len(said):
+        assert left.tokens[-1] in left.row.request.stop_tokens
+        assert left.tokens[:-1] == said
+    else:
+        assert left.tokens == said[:num_tokens]
+        goes_back = any(type(leaf) is ArraysCache for leaf in flat_caches(left.caches))
+        assert len(said) - num_tokens < (MAX_PASS_TOKENS if goes_back and not left.row.is_over else 1)
+    for leaf in flat_caches(left.caches):
+        if type(leaf) is KVCache and is_stopped and leaf.offset == len(said) + 1 > num_tokens:
+            leaf.trim(1)
+        assert getattr(leaf, "offset", num_tokens) == num_tokens, type(leaf)
     warm = model.module(mx.array([NEXT]), cache=left.caches)[0, -1]
     caches = model.new_caches()
     model.module(mx.array([left.tokens]), cache=caches)
@@ -190,11 +205,13 @@ def assert_kept(model: LoadedModel, left: ExtractedRow) -> None:
 
 
 def check_law(model: LoadedModel, each: GenerationRequest, accepted: Sequence[str] = tuple(ACCEPTED)) -> None:
-    """With drafts of every acceptance the answer is the one without, and so is what is kept of it."""
+    """With drafts of every acceptance the answer is the one without, and so is what is kept of it; also where what is
+    drafted behind its end is what the model would go on with."""
     plain = decoded(model, each)
     assert_kept(model, plain.left)
+    longer = decoded(model, replace(each, max_tokens=each.max_tokens + 6))
     for name in accepted:
-        found = decoded(model, with_drafts(each, plain, name))
+        found = decoded(model, with_drafts(each, longer, name))
         assert_same(found, plain)
         assert_kept(model, found.left)
 

@@ -97,11 +97,38 @@ def _rejected_is_kept(_row: DraftedRow, _logits: mx.array, draft: Any, drawn: li
     return [*draft[: len(drawn)], drawn[-1]] if len(drawn) <= len(draft) else drawn
 
 
+def _one_more_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """The caches of a row that is over hold the token behind its answer, which nobody was told."""
+    real = DraftedGenerator._responses
+
+    def responses(self: Any, row: DraftedRow, tokens: Any) -> Any:
+        found = real(self, row, tokens)
+        if found[-1].finish_reason is not None:
+            self._module(row.pending[None], cache=row.caches)
+        return found
+
+    patch.setattr(DraftedGenerator, "_responses", responses)
+
+
+def _answers_are_too_long(patch: pytest.MonkeyPatch) -> None:
+    """A draft goes one token beyond the limit, and what is drawn there is kept."""
+    real = DraftedGenerator._most_tokens
+
+    def most_tokens(self: Any, row: DraftedRow) -> int:
+        row.num_left += 1
+        most = real(self, row)
+        row.num_left -= 1
+        return most
+
+    patch.setattr(DraftedGenerator, "_most_tokens", most_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     plant: Plant
     family: str = "qwen3"
     drawing: str = "greedy"
+    accepted: str = "half"
 
 
 FAULTS = {
@@ -115,6 +142,8 @@ FAULTS = {
     "the sampler draws for rejected tokens": Fault(_drawn_with(_sampler_goes_on), drawing="seeded"),
     "processors see a rejected token": Fault(_drawn_with(_processors_see_it), drawing="penalties"),
     "a rejected token is kept": Fault(_drawn_with(_rejected_is_kept)),
+    "one row more is kept": Fault(_one_more_is_kept),
+    "an answer is too long": Fault(_answers_are_too_long, accepted="all"),
 }
 
 
@@ -126,4 +155,4 @@ def test_a_planted_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
     check_law(model, ways_of_drawing()[fault.drawing], ())  # without drafts nothing of it happens
     fault.plant(monkeypatch)
     with pytest.raises(AssertionError):
-        check_law(model, ways_of_drawing()[fault.drawing], ("half",))
+        check_law(model, ways_of_drawing()[fault.drawing], (fault.accepted,))

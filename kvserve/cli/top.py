@@ -1,20 +1,18 @@
-"""The dashboard's numbers in a terminal, once per second: reuse, requests that run, sessions, the last misses.
+"""`kvserve top`: the dashboard's numbers in a terminal, once per second: reuse, requests that run, sessions, the last
+misses. It follows /dashboard/events and shows what stands there."""
 
-It follows /dashboard/events of a running server and shows what stands there; it knows HTTP only.
-"""
-
-import argparse
-import sys
 import time
 from collections.abc import Iterator
 
-from probing.report import run
-from probing.wire import Json, ProbeError, Server
+import click
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
+
+from kvserve.cli.asking import Address, NoAnswer, address_of, server_options
+from kvserve.cli.output import Json, json_option, print_json_line, printable_in, show
 
 NUM_SESSIONS = 12
 NUM_MISSES = 6
@@ -22,19 +20,34 @@ AGAIN_SECONDS = 2.0
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Watch a kvserve server in the terminal; end it with Ctrl-C.",
-        allow_abbrev=False,
-        epilog="Exit code: 0, 2 where the server cannot be watched.",
-    )
-    parser.add_argument(
-        "--server-url", default="http://127.0.0.1:8080", metavar="URL", help="kvserve's own port (%(default)s)"
-    )
-    parser.add_argument("--api-key", default="none", metavar="KEY", help="sent as Bearer (%(default)s)")
-    parser.add_argument("--once", action="store_true", help="print the numbers once and end")
-    return parser.parse_args()
+@click.command()
+@click.option("--once", is_flag=True, help="Print the numbers once and end.")
+@server_options
+@json_option
+def top(once: bool, server_url: str | None, api_key: str | None, as_json: bool) -> None:
+    """Watch a running server in the terminal; Ctrl+C ends it. With --json one object per line.
+
+    The exit code is 2 where the server cannot be watched.
+    """
+    server = address_of(server_url, api_key)
+    if once:
+        state = next(states(server))
+        show(state, as_json, lambda: screen(printable_in(state)))
+    elif as_json:
+        for state in states(server):
+            print_json_line(state)
+    else:
+        _watch(server)
+
+
+def _watch(server: Address) -> None:
+    console = Console(highlight=False)
+    try:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            for state in states(server):
+                live.update(screen(printable_in(state)), refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 def screen(state: Json) -> Group:
@@ -182,38 +195,17 @@ def span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def states(server: Server) -> Iterator[Json]:
-    """What the server tells; a server that ended the stream is asked again. Raises ProbeError for one never reached."""
+def states(server: Address) -> Iterator[Json]:
+    """What the server tells; a server that ended the stream is asked again. Raises NoAnswer for one never reached."""
     was_reached = False
     while True:
         try:
-            for state in server.watch():
+            for state in server.events("/dashboard/events"):
                 if "error" in state:
-                    raise ProbeError(f"the stream failed: {state['error']}")
+                    raise NoAnswer(f"the stream failed: {state['error']}")
                 was_reached = True
                 yield state
-        except ProbeError:
+        except NoAnswer:
             if not was_reached:
                 raise
         time.sleep(AGAIN_SECONDS)
-
-
-def main() -> int:
-    """Returns the exit code."""
-    options = parse_options()
-    server = Server(options.server_url.rstrip("/").removesuffix("/v1"), options.api_key, 30.0)
-    console = Console()
-    if options.once:
-        console.print(screen(next(states(server))))
-        return 0
-    try:
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            for state in states(server):
-                live.update(screen(state), refresh=True)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    run(main)
