@@ -107,6 +107,7 @@ TOTALS: tuple[Total, ...] = (
         ("model", "tier"),
     ),
     Total("prefill_tokens", "Prompt tokens that were computed.", _one(lambda facts: facts.num_prefilled_tokens)),
+    Total("prefill_seconds_saved", "About what cached tokens would take.", _one(lambda facts: facts.seconds_saved)),
     Total("generation_tokens", "Tokens of answers.", _one(lambda facts: facts.num_completion_tokens)),
     Total(
         "drafted_tokens",
@@ -180,12 +181,7 @@ DISTRIBUTIONS: tuple[Distribution, ...] = (
         lambda facts: facts.seconds if facts.error_status is None else None,
         SECONDS,
     ),
-    Distribution(
-        "request_prompt_tokens",
-        "Length of prompts.",
-        lambda facts: facts.num_prompt_tokens or None,
-        TOKENS,
-    ),
+    Distribution("request_prompt_tokens", "Length of prompts.", lambda facts: facts.num_prompt_tokens or None, TOKENS),
     Distribution(
         "matched_prefix_tokens",
         "How deep prompts were known, token by token.",

@@ -25,6 +25,7 @@ from kvserve.observe.dashboard import Activity, Look, dashboard_body
 from kvserve.observe.draft_totals import DraftTotals, speculation_body
 from kvserve.observe.metrics import Metrics, Reading, readings
 from kvserve.observe.reports import explanation_body, image_line, trace_fields
+from kvserve.observe.savings import Savings
 from kvserve.observe.terminal import Terminal
 from kvserve.observe.trace import TraceLimits, TraceLog
 from kvserve.requests.answer_facts import raw_digests
@@ -82,6 +83,7 @@ class Observability:
         self._activity = Activity()
         self._metrics = Metrics(self._readings)
         self._drafts = DraftTotals()
+        self._savings = Savings()
         self._readers: DigestLru[Reader] = DigestLru()
         self._lock = threading.Lock()
         self._last_of_branch: OrderedDict[tuple[str, BranchId], Explained] = OrderedDict()
@@ -106,7 +108,9 @@ class Observability:
         """A request is over: count it, trace it, and write its line. Where its owner was forgotten since it came only
         numbers and the line are left of it."""
         explanation = finished.explanation
-        facts = replace(finished.facts, cause=clause(explanation) if explanation is not None else None)
+        saved = self._savings.seconds_saved(finished.facts)
+        cause = clause(explanation) if explanation is not None else None
+        facts = replace(finished.facts, cause=cause, seconds_saved=saved)
         finished = replace(finished, facts=facts)
         self._activity.end(facts)
         self._metrics.add(facts, explanation.cause if explanation is not None else None)
@@ -115,6 +119,10 @@ class Observability:
             if may_keep:
                 self._keep(finished)
         self._terminal.request_line(facts)
+        if (branch := finished.branch) is not None:
+            key, parent = (facts.model, branch.branch_id), (facts.model, branch.parent_id)
+            if self._savings.is_first_warm(facts, key, parent):
+                self._terminal.warm(facts, branch.num_turns)
         if self._settings.shows_image_cuts and finished.prompt.tokens.images:
             self._terminal.note(image_line(facts, finished.prompt.tokens))
 
@@ -157,6 +165,7 @@ class Observability:
         """Forget what was said of requests; numbers stay."""
         self._explanations.clear()
         self._readers.clear()
+        self._savings.clear()
         with self._lock:
             self._last_of_branch.clear()
         self._look_again()

@@ -24,6 +24,8 @@ from kvserve.requests.request_facts import RequestFacts
 LONG_PREFILL_SECONDS = 2.0
 LONG_PREFILL_TOKENS = 2048
 SHORT_ID_CHARACTERS = 12
+MIN_SAVED_SECONDS = 0.1
+"""Less is not worth a person's eye."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,12 @@ class Terminal:
         is_error = facts.error_status is not None
         self._write(f"{self._time()} {request_text(facts, self._model_name)}", "red" if is_error else "")
 
+    def warm(self, facts: RequestFacts, num_turn: int) -> None:
+        """Say once in a conversation what its first warm turn was spared."""
+        saved = f", about {_seconds(facts.seconds_saved)} saved" if facts.seconds_saved is not None else ""
+        reused = f"{facts.num_cached_tokens:,} of {facts.num_prompt_tokens:,} tokens reused"
+        self.note(f"turn {num_turn}: {reused}{saved}")
+
     def error(self, text: str) -> None:
         """Write something that went wrong and needs a person."""
         self._write(f"{self._time()} error: {text}", "bold red")
@@ -282,7 +290,10 @@ def _reused(facts: RequestFacts) -> str:
     percent = round(100 * facts.num_cached_tokens / facts.num_prompt_tokens)
     if facts.num_cached_tokens < facts.num_prompt_tokens:
         percent = min(percent, 99)  # "100 %" would hide the tokens that were computed
-    return f" ({facts.num_cached_tokens:,} reused, {percent} %)"
+    saved = (
+        f", about {_seconds(facts.seconds_saved)} saved" if (facts.seconds_saved or 0.0) >= MIN_SAVED_SECONDS else ""
+    )
+    return f" ({facts.num_cached_tokens:,} reused, {percent} %{saved})"
 
 
 def _drafted(facts: RequestFacts) -> str:

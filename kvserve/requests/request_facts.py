@@ -34,8 +34,8 @@ class RequestFacts:
 
     `cut_by` says whose limit a `length` was; `cause` is why less was reused than could have been. `tier` is where the
     cached tokens came from, `num_matched_tokens` how deep the prompt was known, `num_prefilled_tokens` what of it was
-    computed; `seconds` is the whole time since it was submitted. `drafting` is what drafts did, with `tokens_per_step`
-    tokens in a pass of the model.
+    computed; `seconds` is the whole time since it was submitted, `seconds_saved` about what the cached tokens would
+    have taken. `drafting` is what drafts did, with `tokens_per_step` tokens in a pass of the model.
     """
 
     request_id: RequestId
@@ -58,5 +58,6 @@ class RequestFacts:
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     seconds: float = 0.0
+    seconds_saved: float | None = None
     drafting: Drafting = Drafting()
     tokens_per_step: float | None = None

@@ -277,6 +277,19 @@ def test_each_request_has_one_line(app: AppUnderTest, stream: bool) -> None:
         assert part in line, line
 
 
+def test_the_first_warm_turn_of_a_conversation_says_once_what_was_saved(app: AppUnderTest) -> None:
+    """In a line of its own behind the request's, which says it too; the third turn has its own line alone."""
+    said: list[dict[str, object]] = [{"role": "user", "content": "Listen: " + "the quick brown fox jumps. " * 60}]
+    lines = []
+    for _ in range(3):
+        response = app.post(CHAT_PATH, chat_body(said, session_id="warm-session"))
+        lines.append(app.line_of(str(response.json["id"])))
+        said += [response.json["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    assert all(" reused, " in line for line in lines[1:])
+    told = [line.partition(" ")[2] for line in app.lines() if re.search(r" turn \d+: ", line)]
+    assert len(told) == 1 and re.fullmatch(r"turn 2: [\d,]+ of [\d,]+ tokens reused, about [\d.]+ s saved", told[0])
+
+
 def test_a_refused_request_has_a_line_with_its_reason(app: AppUnderTest) -> None:
     """Status and cause; text from the network cannot forge a line of its own."""
     message = {"role": "user", "content": "word " * 5_000}

@@ -130,6 +130,8 @@ def test_a_request_is_one_line() -> None:
         ({"drafting": replace(DRAFTING, seconds_saved=-0.2), "tokens_per_step": 1.0}, "1.0 tokens a step, 0.20 s lost"),
         ({"num_cached_tokens": 10431}, "(10,431 reused, 99 %)"),
         ({"num_cached_tokens": 10432}, "(10,432 reused, 100 %)"),
+        ({"seconds_saved": 31.04}, "(9,980 reused, 96 %, about 31.0 s saved) 212 out"),
+        ({"seconds_saved": 0.04}, "(9,980 reused, 96 %) 212 out"),
         ({"finish_reason": "length", "cut_by": "max_tokens"}, "length (max_tokens)"),
         ({"ttft_seconds": 41.96}, "first token 42.0 s"),
         ({"session": "0123456789abcdef"}, "chat [0123456789ab] 10,432"),
@@ -140,6 +142,17 @@ def test_a_request_is_one_line() -> None:
 def test_what_a_request_line_says(change: dict[str, object], expected: str) -> None:
     """Each fact appears where it says something, and only there."""
     assert expected in request_text(replace(FACTS, **change))  # type: ignore[arg-type]
+
+
+def test_the_first_warm_turn_says_what_it_was_spared(plain: Screen) -> None:
+    """In a line of its own, with seconds where these are known."""
+    plain.terminal.warm(replace(FACTS, seconds_saved=31.04), 2)
+    plain.terminal.warm(FACTS, 3)
+    said = [line.partition(" ")[2] for line in plain.lines]
+    assert said == [
+        "turn 2: 9,980 of 10,432 tokens reused, about 31.0 s saved",
+        "turn 3: 9,980 of 10,432 tokens reused",
+    ]
 
 
 def test_a_request_that_got_nowhere_says_only_what_is_known() -> None:
