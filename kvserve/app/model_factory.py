@@ -332,9 +332,9 @@ def row_of_calls(tokenizer: Tokenizer) -> CallRow | NoRow | None:
     anyway."""
     template = tokenizer.chat_template or ""
     if own_call_tag(template) is None:
-        row = call_row(tokenizer, read_calls)
-        told = told_row(tokenizer, read_calls) if isinstance(row, NoRow) else None
-        return row if told is None else told
+        found = call_row(tokenizer, read_calls)
+        told = told_row(tokenizer, read_calls) if isinstance(found, NoRow) else None
+        return found if told is None else told
     row = call_row(tokenizer, read_calls) if may_spell_values(template) else None
     return row if isinstance(row, CallRow) else None
 

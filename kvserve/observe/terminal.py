@@ -290,9 +290,8 @@ def _reused(facts: RequestFacts) -> str:
     percent = round(100 * facts.num_cached_tokens / facts.num_prompt_tokens)
     if facts.num_cached_tokens < facts.num_prompt_tokens:
         percent = min(percent, 99)  # "100 %" would hide the tokens that were computed
-    saved = (
-        f", about {_seconds(facts.seconds_saved)} saved" if (facts.seconds_saved or 0.0) >= MIN_SAVED_SECONDS else ""
-    )
+    seconds = facts.seconds_saved or 0.0
+    saved = f", about {_seconds(seconds)} saved" if seconds >= MIN_SAVED_SECONDS else ""
     return f" ({facts.num_cached_tokens:,} reused, {percent} %{saved})"
 
 

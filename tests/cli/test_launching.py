@@ -267,9 +267,15 @@ def test_who_ends_the_command_ends_the_client(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_who_ends_it_before_the_client_runs_leaves_no_key(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    installed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    number: signal.Signals,
 ) -> None:
-    """A signal between the configuration and the client."""
+    """A signal between the configuration and the client; who runs these tests in the background has them ignored."""
+    before = signal.signal(number, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, before))
     write = launching._write
 
     def write_and_end(files: Mapping[str, str], folder: Path) -> None:
