@@ -70,7 +70,7 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
         output_format,
         CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
         unheld_calls(template, output_format, row),
-        CallWords(told) if (told := told_row(tokenizer, read_calls)) is not None else None,
+        CallWords(derived) if derived is not None and derived == told_row(tokenizer, read_calls) else None,
     )
 
 

@@ -153,9 +153,11 @@ def _judge(model: Model, reference: Reference, case: Case) -> Judged:
         if num_kept == len(kept):
             continue
         if num_kept >= len(before.ids) - len(before.tail_ids) and is_dropped(model, reference, talk):
-            if (odd := _own_ids(model, kept[len(before.ids) :])) and not _holds(
-                after.ids[len(before.ids) - len(before.tail_ids) :], odd
-            ):
+            odd, turn_ids = (
+                _own_ids(model, kept[len(before.ids) :]),
+                after.ids[len(before.ids) - len(before.tail_ids) :],
+            )
+            if not odd or not _holds(turn_ids, odd):
                 return f"behind the dropped thinking: {model.tokenizer.decode(after.ids[num_kept:])[:60]!r}"
             return Dropped("the template drops earlier thinking")
         same = moved(model, reference, Conversation(tuple(talk.messages), talk.tools, talk.thinking), num_said)

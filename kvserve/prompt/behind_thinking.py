@@ -1,7 +1,7 @@
 """Finds what an answer's own ids are of the end of a text: of its words behind thinking that a template drops."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from kvserve.prompt.tokenizer import Tokenizer
@@ -19,3 +19,12 @@ def own_end(tokenizer: Tokenizer, ids: Sequence[int], text: str, shown: str) -> 
         first += 1
     own = tuple(ids[first:])
     return own if text.endswith(tokenizer.decode(own)) else ()
+
+
+def reads_as(
+    tokenizer: Tokenizer, encode: Callable[[str], tuple[int, ...]], lead: str, ids: Sequence[int], closing: str
+) -> bool:
+    """Whether ids between two texts say what all of it says as one text: some tokenizers begin every text with a blank,
+    and leave the first one of a text out again."""
+    parts = (*encode(lead), *ids, *(encode(closing) if closing else ()))
+    return tokenizer.decode(parts) == tokenizer.decode(encode(lead + tokenizer.decode(ids) + closing))

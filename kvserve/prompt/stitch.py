@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import ImageSpan, MessageStart, Written
-from kvserve.prompt.behind_thinking import own_end
+from kvserve.prompt.behind_thinking import own_end, reads_as
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
@@ -250,7 +250,9 @@ class Stitcher:
                 continue
             if span is None:
                 bare = places.find(message, ("", *emitted.said[1:]), unit) if emitted.said[0] else None
-                if bare is not None and (behind := self._behind_thinking(pieces, units[bare.start], emitted, reader)):
+                if bare is None or not (places.is_aligned or bare.start == unit):  # else it may be a later answer's
+                    continue
+                if behind := self._behind_thinking(pieces, units[bare.start], emitted, reader):
                     replays[units[bare.start].index] = behind
                     unit, done = bare.start + 1, behind.stop
                 continue
@@ -308,13 +310,14 @@ class Stitcher:
         ids = own_end(self._tokenizer, emitted.tokens.ids, emitted.text, words[len(unit.header) :])
         said, replay = self._tokenizer.decode(ids), None
         lead = words.removesuffix(said.rstrip())
-        is_letter_by_letter = bool(said) and text.startswith(said, len(lead))
-        if is_letter_by_letter and emitted.said is not None and says(said) == ("", *emitted.said[1:]):
-            closing = text[len(lead) + len(said) :]
-            replay = _Replay(unit.index + 1, self._with_starts(ids), closing, lead, is_whole=False)
-        self._behind.put(
-            key, _RestOfTurn(emitted.written, replay), 4 * len(text) + self._with_starts(ids).num_bytes(said)
+        closing = text[len(lead) + len(said) :]
+        is_same_text = (
+            bool(said) and text == lead + said + closing and reads_as(self._tokenizer, self._encode, lead, ids, closing)
         )
+        if is_same_text and emitted.said is not None and says(said) == ("", *emitted.said[1:]):
+            replay = _Replay(unit.index + 1, self._with_starts(ids), closing, lead, is_whole=False)
+        num_bytes = 2 * emitted.tokens.num_bytes(emitted.text) + 4 * len(text)
+        self._behind.put(key, _RestOfTurn(emitted.written, replay), num_bytes)
         return replay
 
     def _read(self, written: Written, says: ReadsMessages) -> _Emitted:

@@ -18,8 +18,9 @@ from kvserve.prompt.tokenizer import Tokenizer
 _SENTENCE_END = re.compile(r"[.!?](?=[\s<\[]|\Z)|\n")
 _TAG = re.compile(r"<[^<>\s]{2,}>|\[[A-Z_]{2,}\]")
 _ASKS = re.compile(r"\b(?:answer|call|generate|output|produce|reply|respond|return|write)\b", re.IGNORECASE)
-_JSON = re.compile(r"\bJSON\b", re.IGNORECASE)
-_LIST = re.compile(r"\b(?:list|array)\b", re.IGNORECASE)
+_LIST = re.compile(r"\s*(?:followed by|and then|then)\s+(?:an?\s+|the\s+)?JSON\s+(?:list|array)\b", re.IGNORECASE)
+_OTHERWISE = re.compile(r"\b(?:never|not|don't|keys?|fields?)\b", re.IGNORECASE)
+"""Words with which a sentence forbids the form, or says more of it than is understood."""
 
 
 def told_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | None:
@@ -50,7 +51,7 @@ def _asked_for(text: str) -> Iterator[str]:
     for sentence in _SENTENCE_END.split(text):
         if len(tags := _TAG.findall(sentence)) == 1:
             before, tag, behind = sentence.partition(tags[0])
-            if _ASKS.search(before) and _JSON.search(behind) and _LIST.search(behind):
+            if _ASKS.search(before) and _LIST.match(behind) and not _OTHERWISE.search(sentence):
                 yield tag
 
 

@@ -1,15 +1,22 @@
 """Answers whose thinking a template drops from history: what stood behind it keeps the ids that the model wrote."""
 
+from dataclasses import replace
+
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.prompt.behind_thinking import own_end
+from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.control import shown
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
 from tests.laws import num_examples
-from tests.prompt.samples import byte_level_backend, tokenizer_of
-from tests.prompt.turns import CALL, Talk, answer_text, family, in_odd_tokens
+from tests.prompt.samples import byte_level_backend, sentencepiece_backend, tokenizer_of
+from tests.prompt.turns import CALL, Family, Talk, answer_text, family, in_odd_tokens
 
 DROPS = ("qwen3", "gpt_oss", "gemma4", "qwen3_next")
 """Families whose templates leave out the thinking of earlier answers."""
@@ -86,6 +93,36 @@ def test_the_prompt_is_letter_by_letter_what_the_template_writes(name: str) -> N
             assert of.tokenizer.decode(after.ids) == shown(text)
 
     check()
+
+
+DROPPED = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}END<|over|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("decoder", ["strip", "metaspace", "keep"])
+def test_a_tokenizer_that_begins_each_text_with_a_blank_adds_none(decoder: str, end: str) -> None:
+    """Neither before the words nor before what the template writes behind them."""
+    backend = tokenizers.Tokenizer.from_str(sentencepiece_backend(decoder).to_str())
+    tokens = ("<|turn|>", "<|over|>", "<think>", "</think>")
+    backend.add_special_tokens(list(tokens))
+    tokenizer = tokenizer_of(backend, DROPPED.replace("END", end))
+    tokenizer = replace(tokenizer, stop_token_ids=frozenset({backend.token_to_id("<|over|>")}))
+    output_format = select_format("auto", DROPPED, tokens, None)
+    template = ChatTemplate(tokenizer, tags=output_format.tags)
+    markers = learn_markers(tokenizer, template)
+    of = Family("small", tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+    assert of.stitcher.replays
+    for words in ("hello.", "the hello, the", "he"):
+        talk = Talk(of, tools=())
+        talk.say("hi")
+        talk.answer(tokenizer.encode("<think>hm</think>") + tokenizer.encode(words))
+        talk.say("and now?")
+        after, whole = talk.stitched().ids, template.control.encode(talk.prompt().text)
+        assert "hm" not in tokenizer.decode(after) and tokenizer.decode(after) == tokenizer.decode(whole)
 
 
 def test_the_ids_begin_with_a_word() -> None:

@@ -7,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.app.model_factory import read_calls, row_of_calls, unheld_calls
-from kvserve.core import CallRow, Message, TextBlock
+from kvserve.core import CallRow, Message, TextBlock, ToolChoice
 from kvserve.output.formats import select_format
 from kvserve.output.said import MessageReader
+from kvserve.output.splitter import Splitter
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.told_row import find_told_row
+from tests.calls import calls_of
+from tests.output.test_grammar import Setup, byte_tokenizer
 from tests.prompt.call_forms import ANY, READ, VARIABLES, conversation
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.vocabularies import TEMPLATES, template_family, tokens_in
@@ -54,10 +57,16 @@ def test_it_is_found_in_a_real_template() -> None:
         "Respond with a JSON list of tools.",
         "Respond with <|said|> followed by a JSON list.",
         "Respond with <a_call> followed by a JSON list, or write <b_call> followed by a JSON list.",
+        "Never respond with <|tool_call|> followed by a JSON list.",
+        "When you call a tool, its result comes back in <tool_response> as a JSON list.",
+        "Call the functions that are listed behind [AVAILABLE_TOOLS] as a JSON list.",
+        "Think first, then write your <answer>: a JSON list of your findings.",
+        "Respond with <|tool_call|> followed by a JSON list of objects with the keys tool_name and parameters.",
     ],
 )
 def test_other_words_ask_for_nothing_that_is_understood(words: str) -> None:
-    """A list of tools, no list, another sentence, no tag, a tag of every turn, two tags."""
+    """A list of tools, no list, another sentence, no tag, a tag of every turn, two tags, what is forbidden, what comes
+    back, what is listed, an answer, other keys."""
     source = SOURCE.replace(TOLD, words)
     assert source != SOURCE and row_of(source) is None
 
@@ -97,11 +106,16 @@ def test_calls_of_the_history_stand_in_that_form(template: ChatTemplate, system:
     assert ids.count(token[0]) == (1 if system else 2)  # before the calls, and in the template's own words
 
 
-def test_the_form_is_held(template: ChatTemplate) -> None:
-    """What is enforced is what the model writes, and what is read."""
+@pytest.mark.parametrize("added", [(), ("<|tool_call|>",)], ids=["text", "token"])
+def test_the_form_is_held(template: ChatTemplate, added: tuple[str, ...]) -> None:
+    """What is enforced is what the model writes, whether its tag is a token or not, and not another form."""
     output_format = select_format("auto", SOURCE, tokens_in(SOURCE), None, ROW)
     assert unheld_calls(template, output_format, ROW) is None
-    assert output_format.has_grammar
+    case = Setup(byte_tokenizer(added), output_format)
+    forced = case.grammar(ToolChoice("required"), tools=(ANY,))
+    assert forced is not None
+    assert case.accepts(forced, '<|tool_call|>[{"name": "any", "arguments": {}}]')
+    assert not case.accepts(forced, '<tool_call>{"name": "any", "arguments": {}}</tool_call>')
 
 
 @pytest.mark.parametrize("tag", ["<|tool_call|>", "<tool_call>"])
@@ -126,5 +140,17 @@ def test_what_granites_write_is_read(
 def test_a_list_that_is_no_calls_is_text() -> None:
     """The control, of both tags."""
     output_format = select_format("auto", SOURCE, tokens_in(SOURCE), None, ROW)
-    for text in ("<|tool_call|>[1, 2]", "<tool_call>[1, 2]", '<tool_call>[{"name": "any"'):
+    call = '{"name": "any", "arguments": {}}'
+    others = ('{"arguments": {}, "name": "any"}', f"[{call.replace('any', 'nobody')}]", "[]", '[{"name": "any"')
+    for text in ("<|tool_call|>[1, 2]", "<tool_call>[1, 2]", *(f"As in <tool_call>{other}" for other in others)):
         assert MessageReader.under(output_format, (ANY,))(text)[1:] == (text, ())
+
+
+def test_a_list_that_a_limit_ended_is_text() -> None:
+    """More calls may have followed."""
+    output_format = select_format("auto", SOURCE, tokens_in(SOURCE), None, ROW)
+    text = '<tool_call>[{"name": "any", "arguments": {}}]'
+    for is_cut, num_calls in ((False, 1), (True, 0)):
+        splitter = Splitter(output_format, starts_in_reasoning=False, tools=(ANY,))
+        deltas = [*splitter.feed(text), *splitter.finish(cut=is_cut)]
+        assert len(calls_of(deltas)) == num_calls

@@ -3,7 +3,7 @@
 A call ends with its JSON value, so a closing tag inside a string is text. A list of such objects is several calls. An
 object with other keys is not a call: reading it as one would drop those keys. A call is certain once its arguments open
 behind its name; its last bracket and the closing tag may then be missing at the end of the turn or before the next
-call. Behind a whole value the closing tag may be missing at the end of the turn: Granite 3.1 writes none.
+call. Behind a list with an offered tool it may be missing at the end of the turn: Granite 3.1 writes none.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,18 @@ def scan(tools: Sequence[ToolSpec], draft: CallDraft) -> Scan:
         draft.write("}")
         draft.num_behind = len(OPEN) if end is not None and end[-1] == OPEN else 0
         return [ParsedCall(draft.name, read_arguments(arguments))]
-    if (char := (yield from skip_space((yield)))) != END:
-        yield from one_of(char, (CLOSE,))
+    if (char := (yield from skip_space((yield)))) == END:
+        return _unclosed_list(text, tools)
+    yield from one_of(char, (CLOSE,))
     return read_calls(text)
+
+
+def _unclosed_list(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
+    """The calls of a list that ends the turn. Raises NotACall for anything else, and where no tool of it is offered."""
+    calls = read_calls(text) if text.startswith("[") else []
+    if not {call.name for call in calls} & {tool.name for tool in tools}:
+        raise NotACall("no closing tag")
+    return calls
 
 
 def _opens(head: str, draft: CallDraft) -> bool:
