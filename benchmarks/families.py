@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,10 +24,13 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.family_trial import NUM_PROMPT_TOKENS, Outcome, outcome_of
-from benchmarks.tiny_families import LIBRARIES, Library, families, left_out, why, write_model
+from benchmarks.plain_kernels import are_needed, plain_kernels
+from benchmarks.tiny_families import LIBRARIES, Library, families, has_plain_kernels, left_out, why, write_model
 from kvserve.engine import text_load
 
 RESULTS = Path(__file__).parent / "results" / "families.md"
+
+PLAIN = "Its Metal kernels stand here as plain arithmetic (`benchmarks/plain_kernels.py`)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ def row_of(library: Library, family: str) -> Row:
             folder = write_model(Path(scratch), library, family)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the reason is the result
             return Row(library, family, Outcome(f"not built: {type(error).__name__}: {' '.join(str(error).split())}"))
-        outcome = outcome_of(folder)
+        with plain_kernels() if has_plain_kernels(library, family) else nullcontext():
+            outcome = outcome_of(folder)
     mx.clear_cache()
     return Row(library, family, outcome)
 
@@ -92,7 +97,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         outcome = row.outcome
         if outcome.failure:
-            cells = ("-", "-", "-", " ".join((why(row.library, row.family), outcome.failure)).strip())
+            cells = ("-", "-", "-", " ".join((*_known(row), outcome.failure)))
         else:
             streams = "batched" if outcome.can_batch else "alone"
             keeping = {"cut": "cut anywhere", "checkpoints": "at checkpoints", "off": "off"}[outcome.keeping]
@@ -100,9 +105,17 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
                 streams,
                 keeping,
                 _verdict(outcome),
-                " ".join((why(row.library, row.family), *outcome.notes)).strip(),
+                " ".join((*_known(row), *outcome.notes)),
             )
         yield f"| {row.family} | {row.library} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _known(row: Row) -> Iterator[str]:
+    """What is said of a family beside what became of it."""
+    if has_plain_kernels(row.library, row.family) and are_needed():
+        yield PLAIN
+    if known := why(row.library, row.family):
+        yield known
 
 
 def _verdict(outcome: Outcome) -> str:
@@ -131,6 +144,21 @@ def counts(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
+def _with_plain_kernels(rows: Sequence[Row]) -> str:
+    """Which families were tried with other code than a server on this machine runs."""
+    if not are_needed():
+        return ""
+    names = {library: [row.family for row in rows if row.library == library] for library in LIBRARIES}
+    tried = (
+        f"{' and '.join(filter(partial(has_plain_kernels, library), names[library]))} of {library}" for library in names
+    )
+    return f"""
+
+Some have no other code than kernels for Metal, and no server without Metal serves them. Here plain arithmetic that was
+written from these kernels' sources stands in their place (`benchmarks/plain_kernels.py`), in the trial alone, so that
+caches and attention were tried and the kernels were not: {", ".join(tried)}."""
+
+
 def report(rows: Sequence[Row]) -> str:
     """The file that keeps the table."""
     out = "\n".join(f"| {name} | {library} | {why} |" for library in LIBRARIES for name, why in left_out(library))
@@ -138,7 +166,7 @@ def report(rows: Sequence[Row]) -> str:
 
 `python -m benchmarks.families --save`: every family in the model lists of mlx-lm and mlx-vlm, each in a tiny
 configuration with random weights, in float32 on a CPU. Where a family has kernels of its own for Metal, what ran here
-is what it falls back to.
+is what it falls back to.{_with_plain_kernels(rows)}
 
 - streams: rows decode in one batch, or take turns alone.
 - prefix cache: a prompt's KV is cut anywhere, or continued from checkpoints, or not kept.

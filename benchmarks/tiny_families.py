@@ -98,6 +98,11 @@ def why(library: Library, family: str) -> str:
     return str(_own_keys(library, family).get("why", ""))
 
 
+def has_plain_kernels(library: Library, family: str) -> bool:
+    """Whether it calls kernels of Metal for which the library has no other code (`plain_kernels.py`)."""
+    return bool(_own_keys(library, family).get("plain_kernels", False))
+
+
 SHARED = "no model by itself: code that families share, or a pipeline"
 
 
@@ -193,10 +198,18 @@ def _parameters(model: Any) -> Iterator[tuple[str, mx.array]]:
 
 def _drawn(name: str, array: mx.array) -> mx.array:
     """Random values of a parameter: wide enough for old tokens to matter, the same for the same name."""
+    key = mx.random.key(zlib.crc32(name.encode()))
+    if array.dtype == mx.uint8:
+        return _four_ternary(array.shape, key)
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
-    key = mx.random.key(zlib.crc32(name.encode()))
     noise = mx.random.normal(array.shape, key=key)
     if array.ndim < 2:
         return (array.astype(mx.float32) + 0.1 * noise).astype(mx.float32)
     return noise * (1.4 * array.shape[-1] ** -0.5)
+
+
+def _four_ternary(shape: tuple[int, ...], key: mx.array) -> mx.array:
+    """Bytes of four weights of two bits each, 0 to 2 for -1 to 1, as BitNet's are."""
+    weights = mx.random.randint(0, 3, (4, *shape), key=key).astype(mx.uint8)
+    return weights[0] | weights[1] << 2 | weights[2] << 4 | weights[3] << 6
