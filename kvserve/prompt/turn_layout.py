@@ -224,6 +224,7 @@ def _shared_header(tokenizer: Tokenizer, shown: Sequence[str], tags: Sequence[Th
     header = tokenizer.decode([row[0] for row in takewhile(lambda row: len(set(row)) == 1, rows)])
     for opening, _ in tags:
         header = header.partition(opening)[0]
-        begun = max((n for n in range(1, len(opening)) if header.endswith(opening[:n])), default=0)
-        header = header[: len(header) - begun]
+        starts = range(max(0, len(header) - len(opening) + 1), len(header))
+        begun = (start for start in starts if any(text.startswith(opening, start) for text in shown))
+        header = header[: next(begun, len(header))]
     return header if all(text.startswith(header) for text in shown) else ""

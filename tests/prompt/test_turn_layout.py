@@ -226,6 +226,13 @@ def test_a_header_does_not_end_inside_a_tag_of_thinking() -> None:
     assert layout.header == "<|assistant|>" and layout.tails <= {"<think>", "<think/>"}
 
 
+def test_a_header_that_ends_like_the_beginning_of_a_tag_is_whole() -> None:
+    """`[` begins `[THINK]` too."""
+    source = "{% for m in messages %}]{{ m.role }}[{{ m.content }}]over[{% endfor %}"
+    source += "{% if add_generation_prompt %}]assistant[{% endif %}"
+    assert layout_of(small(source, "]user[", "]assistant[", "]over[", stops=("]over[",))).header.endswith("]assistant[")
+
+
 @pytest.mark.parametrize(("header", "num_replayed"), [("[/RESULT]", 1), ("[/INST]", 0)])
 def test_an_answer_is_replayed_only_behind_the_header_that_the_model_read(header: str, num_replayed: int) -> None:
     """The same words behind a question are another place: a replay there would take the result's end away."""
