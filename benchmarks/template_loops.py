@@ -65,6 +65,8 @@ class Loop:
     prompt: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     failure: str | None = None
+    instead: str | None = None
+    """What the model says in the place of a turn that its template cannot write."""
 
     def turn(self, turn: Wire, number: int) -> tuple[Wire, int]:
         """The model says a turn: the message that its client gets, and how many tokens of the prompt were found."""
@@ -77,12 +79,15 @@ class Loop:
 
     def _script(self, prompt: Sequence[int], turn: Wire, number: int) -> Script:
         self.prompt = tuple(prompt)
+        self.instead = None
         opens = opens_thinking(self.model, self.model.tokenizer.decode(self.prompt[-16:]))
         text = as_the_model_writes(self.model, self.reference, turn, TOOLS[:1], opens_reasoning=opens)
         if isinstance(text, NotRendered):
             plain = _plainer(turn)
+            self.instead = f"one call alone is said: {text.reason}" if plain != turn else None
             text = as_the_model_writes(self.model, self.reference, plain, TOOLS[:1], opens_reasoning=opens)
         if isinstance(text, NotRendered) and turn.get("tool_calls"):  # no words for calls: the server's own
+            self.instead = f"said in the server's own form of calls: {text.reason}"
             text = text_of(self.server.served, prompt, _reply(turn))
         if isinstance(text, NotRendered):
             self.failure, text = text.reason, "It is so."
@@ -113,6 +118,8 @@ def loop_cells(server: LedServer, model: Model, reference: Reference) -> Iterato
         if loop.failure is not None:
             yield Cell("loops", name, "not counted", loop.failure)
             return
+        if loop.instead is not None:
+            yield Cell("loops", f"{name}, as it is", "not counted", loop.instead)
         if number:
             before, said = kept, num_said
             yield judged("loops", name, lambda: _judge(loop, before, num_cached, said))  # noqa: B023  # judged at once

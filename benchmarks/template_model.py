@@ -6,10 +6,11 @@ It joins what `app/model_factory.py` joins of these; it judges nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.template_reference import Conversation, Wire
-from kvserve.app.model_factory import read_calls, row_of_calls, unheld_calls
+from kvserve.app.model_factory import read_calls, row_behind_words, row_of_calls, unheld_calls
 from kvserve.core import CallRow, Message, RequestDefaults, RequestId, SamplingParams, ToolSpec
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.output.formats import OutputFormat, select_format
@@ -59,7 +60,8 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
     parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
     output_format = select_format("auto", source, added, foreign, derived, own_thinking_tags(tokenizer))
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row)
+    behind_words = partial(row_behind_words, tokenizer, row)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row, row_behind_words=behind_words)
     markers = learn_markers(tokenizer, template)
     stitcher = Stitcher.of(tokenizer, template, markers)
     return Model(

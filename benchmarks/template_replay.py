@@ -32,6 +32,8 @@ from kvserve.prompt.template import PromptText
 _THINKS = re.compile(r"<[^<>\s]{0,8}think[^<>\s]*>|\[THINK\]|<\|channel|inner_prefix", re.IGNORECASE)
 """Of a template that knows thinking, whatever it calls it."""
 
+_TAG = re.compile(r"<[^<>\s]{2,}|\[[A-Z_]{2,}\]")
+
 THOUGHT = "Hm, let me see:\nkwthought."
 _LINES = "# Title\n\n- one  two\n  - three\n\n```py\nx = 1\n```"
 
@@ -211,9 +213,14 @@ def is_dropped(model: Model, reference: Reference, talk: Talk) -> bool:
 
 
 def moved(model: Model, reference: Reference, later_talk: Conversation, num_said: int) -> str | None:
-    """What the template leaves alone where it changes what it wrote of the first messages; None where it does not."""
+    """What the template leaves alone where it changes what it wrote of the first messages; None where it does not.
+    Words before calls that the template has no place for are not in it."""
     first = replace(later_talk, messages=later_talk.messages[:num_said])
     told = reference.rendered(first)
+    if not isinstance(told, Rendered):
+        later_talk = replace(later_talk, messages=tuple(map(_without_words, later_talk.messages)))
+        first = replace(later_talk, messages=later_talk.messages[:num_said])
+        told = reference.rendered(first)
     if not isinstance(told, Rendered):
         return None
     later = reference.text(later_talk, told.spelling)
@@ -221,6 +228,10 @@ def moved(model: Model, reference: Reference, later_talk: Conversation, num_said
         return None
     same, last = common(model, told.text, later), str(texts_of(first.messages[-1])[0])
     return told.text[:same] if same < told.text.rfind(last) + len(last) else None
+
+
+def _without_words(message: Wire) -> Wire:
+    return message | {"content": None} if message.get("tool_calls") else message
 
 
 def _lost(model: Model, kept: Sequence[int], after: Sequence[int], num_kept: int) -> str:
@@ -251,6 +262,8 @@ def as_the_model_writes(
     else:
         native = native_turn(model, reference, plain, tools)
         text = native if isinstance(native, NotRendered) else native.text
+        if isinstance(text, NotRendered) and turn.get("tool_calls") and turn.get("content"):
+            text = _with_words(model, reference, plain, tools)
     if isinstance(text, NotRendered):
         return text
     said = _without_empty_thinking(model, text)
@@ -274,6 +287,21 @@ def _with_preamble(model: Model, reference: Reference, turn: Wire, tools: Sequen
     if isinstance(native, NotRendered):
         return native
     return f"<|channel|>commentary<|message|>{turn['content']}<|end|><|start|>assistant{native.text}"
+
+
+def _with_words(model: Model, reference: Reference, turn: Wire, tools: Sequence[Wire]) -> str | NotRendered:
+    """Words right before calls, where the template has no place for both: so models write them whose answers are words
+    alone and whose calls begin with a tag."""
+    calls = native_turn(model, reference, {**turn, "content": None}, tools)
+    answer = native_turn(model, reference, spoken(turn["content"]), ())
+    if isinstance(calls, NotRendered):
+        return calls
+    if isinstance(answer, NotRendered) or _without_empty_thinking(model, answer.text).strip() != turn["content"]:
+        return NotRendered("a model's words before a call have no form: its answers are not words alone")
+    said = _without_empty_thinking(model, calls.text)
+    if not _TAG.match(said):
+        return NotRendered("a model's words before a call have no form: its calls begin with no tag")
+    return turn["content"] + said
 
 
 def _opening(model: Model) -> str:

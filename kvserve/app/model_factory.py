@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import llguidance
@@ -40,6 +41,7 @@ from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.probe import PROBE_TOOL
+from kvserve.prompt.reading_back import reads_back
 from kvserve.prompt.result_proof import lost_behind_results
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
@@ -91,11 +93,14 @@ class ModelFactory:
         row = row_of_calls(tokenizer)
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
-        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row)
+        behind_words = partial(row_behind_words, tokenizer, row)
+        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row, behind_words)
         if given is not None and (reason := template.why_plain) is not None:
             raise ModelLoadError(f"CHAT_TEMPLATE={str(given.path)!r} cannot be used: no user's message ({reason}).")
         if (unheld := unheld_calls(template, output_format, row)) is not None:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
+        if template.parts_words:
+            self.note(f"{source.name}: words before a call do not keep their own tokens: no place beside it was found")
         markers = learn_markers(tokenizer, template)
         stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
         if stitcher.unreplayed is not None:
@@ -337,6 +342,12 @@ def row_of_calls(tokenizer: Tokenizer) -> CallRow | NoRow | None:
         return found if told is None else told
     row = call_row(tokenizer, read_calls) if may_spell_values(template) else None
     return row if isinstance(row, CallRow) else None
+
+
+def row_behind_words(tokenizer: Tokenizer, row: CallRow | NoRow | None) -> CallRow | None:
+    """How the template writes calls, if words before them are read as words; `row` is that of `row_of_calls`."""
+    found = call_row(tokenizer, read_calls) if row is None else row
+    return found if isinstance(found, CallRow) and reads_back(found, read_calls, "I look.") else None
 
 
 def _output_format(

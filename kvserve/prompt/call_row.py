@@ -6,17 +6,18 @@ reader that is handed in reads them back.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock, ToolSpec
+from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock
+from kvserve.prompt.call_words import pattern_of
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.pair_row import Unlike, behind_pairs, find_pairs, hard_pairs, typed_tools
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
+from kvserve.prompt.reading_back import ReadsCalls
 from kvserve.prompt.steps import THINK_TAGS, Kind, PromptStep, ThinkTags, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
 from kvserve.prompt.thinking_tags import thinking_tags
-from kvserve.prompt.token_replay import MessageParts
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
 
@@ -42,7 +43,6 @@ _DIGITS = re.compile(r"(\d+)")
 _OPEN_TAG_AT_END = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
 _TAG = re.compile(r"<[^<>\s]{2,}|\[/?[A-Z_]{2,}\]")
 _TAG_START = re.compile(r"[<\[]|\s")
-_ID = r"[A-Za-z0-9_.:-]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,6 @@ class _Asker:
         if not isinstance(text, str):
             raise Unlike(f"{_REFUSES}: {text.reason}")
         return text
-
-
-type ReadsCalls = Callable[[CallRow, Sequence[ToolSpec], str], MessageParts]
-"""Reads a text whose calls have this row's form, under these tools."""
 
 
 def call_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | NoRow:
@@ -348,7 +344,7 @@ def _check(asker: _Asker, row: CallRow, reads: ReadsCalls) -> None:
             raise Unlike("calls do not stand where an answer begins")
         for call, lead in zip(calls, (row.opening, *[row.between or ()] * len(calls)), strict=False):
             position = _behind_call(text, position, lead, row, call)
-        closing = re.compile(_source(row.closing)).match(text, position)
+        closing = re.compile(pattern_of(row.closing)).match(text, position)
         if closing is None:
             raise Unlike("it does not end calls as the row says")
         reasoning, content, found = reads(row, tools, text[start : closing.end()])
@@ -385,13 +381,10 @@ def _header(asker: _Asker, text: str) -> str:
 
 
 def _behind_call(text: str, position: int, lead: CallParts, row: CallRow, call: ToolCallBlock) -> int:
-    head = re.compile(rf"{_source(lead)}{re.escape(call.name)}{_source(row.middle)}").match(text, max(position, 0))
+    head = re.compile(rf"{pattern_of(lead)}{re.escape(call.name)}{pattern_of(row.middle)}").match(
+        text, max(position, 0)
+    )
     end = _behind_arguments(text, head.end(), call, row.pairs) if head is not None else None
     if end is None:
         raise Unlike("it does not write every call as the row says")
     return end
-
-
-def _source(parts: CallParts) -> str:
-    slots = {CallSlot.ID: _ID, CallSlot.NUMBER: r"\d+"}
-    return "".join(re.escape(part) if isinstance(part, str) else slots[part] for part in parts)

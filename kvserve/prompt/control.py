@@ -29,8 +29,11 @@ LIVE = "\ufdd4"
 NOTHING = "\ufdd5"
 """Thinking that there is none of, where a template must be given some; it goes with what the template writes around."""
 
-_MARKS = re.compile(f"[{MARK}-{NOTHING}]")
-_PRIVATE = re.compile(f"[{EDGE}{MARK}-{NOTHING}]")
+CALL = "\ufdd6"
+"""Before the first name of calls whose words the template has no place for, until they stand before the calls."""
+
+_MARKS = re.compile(f"[{MARK}-{CALL}]")
+_PRIVATE = re.compile(f"[{EDGE}{MARK}-{CALL}]")
 _ESCAPED = re.compile(r"(\\\\)|\\ufdd1")
 """Two backslashes, which Python shows of one, and the escape that it shows of a mark."""
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from kvserve.core import (
     Block,
+    CallParts,
     ImageBlock,
     Message,
     TextBlock,
@@ -27,7 +28,7 @@ from kvserve.core import (
 from kvserve.errors import BadRequest
 from kvserve.prompt.call_arguments import parsed_arguments, plain_data
 from kvserve.prompt.compiled import MessageDict, ToolDict
-from kvserve.prompt.control import NOTHING
+from kvserve.prompt.control import CALL, NOTHING
 
 # `start` and `end` stand for the borders of a conversation; `later_system` is a system message after anything else,
 # `calls` an assistant message with tool calls, `result` a tool result right behind its call, `orphan` any other one.
@@ -131,6 +132,8 @@ class WireForm:
     or not, the template cuts inline reasoning off as soon as something follows. `think_tags` are those of reasoning in
     a text. `preamble` is for words before a call until an answer follows, for which the template forgets thinking.
     `joins_system`: it writes a system's text as the beginning of the question behind it, and no mark of it.
+    `call_opening` stands before the first name of calls, and words of their message before that (`words_before.py`);
+    None: the template writes them itself, or not at all.
     """
 
     content_as_list: bool = False
@@ -149,6 +152,7 @@ class WireForm:
     think_tags: ThinkTags = THINK_TAGS
     preamble: Preamble | None = None
     joins_system: bool = False
+    call_opening: CallParts | None = None
 
     def as_question(self, step: PromptStep) -> PromptStep:
         """A system's step as a user's, marked where the template would not write the same of it."""
@@ -290,6 +294,9 @@ def _no_images() -> BadRequest:
 
 def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
     """The dict for the template. No key has the value None: many templates write it out as "None"."""
+    if form.call_opening is not None and step.text and step.calls:
+        first, *others = step.calls
+        step = replace(step, text="", calls=(replace(first, name=CALL + first.name), *others))
     role = ROLES[step.kind]
     text = step.text or ("" if step.calls and not form.fills_calls else form.empty_text.get(role, ""))
     message: MessageDict = {"role": role}

@@ -4,7 +4,7 @@ It knows one model's template and tokenizer, no protocols, caches or engine. `co
 into the nearest form; if that is refused too, plainer forms follow, never a server error.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvserve.core import CallRow, Message, TextBlock, TokenSequence, ToolSpec
@@ -15,13 +15,14 @@ from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
-from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample, talk
+from kvserve.prompt.probe import PROBE_TOOL, TWO_CALLS, Prober, probe, sample, talk
 from kvserve.prompt.steps import THINK_TAGS, PromptStep, ThinkTags, WireForm, steps_of, tool_dicts
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.thinking_tags import thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.tool_form import find_tool_form, shown_call
 from kvserve.prompt.tool_words import ToolDescriber, ToolWords
+from kvserve.prompt.words_before import with_words_before, without_words_before
 from kvserve.prompt.writing import REASONING_TAGS, RenderedText, Writer
 
 ARGUMENTS_FIELD = "chat_template_kwargs"
@@ -92,7 +93,11 @@ class _TemplateProfile:
         return replace(self.dialect, tools=False, calls=False, results=False, words=words)
 
 
-def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _TemplateProfile | None:
+type FindRow = Callable[[], CallRow | None]
+"""Finds the form of a template's calls before which words are read as words; None without one."""
+
+
+def _probed(template: CompiledTemplate, row: CallRow | None, row_behind_words: FindRow) -> _TemplateProfile | None:
     """The template's profile, None if it cannot render one user message with or without a tool; `row` is its form of
     calls."""
     own_tags = thinking_tags(template)
@@ -112,6 +117,11 @@ def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Template
         dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
     if tool_dialect is not None and not tool_dialect.calls:
         tool_dialect = replace(tool_dialect, words=CallWords(row))
+    if spoken.calls and not spoken.text_with_calls and (behind := row_behind_words()) is not None:
+        dialect, tool_dialect = (
+            each and with_words_before(each, behind.opening, by.render, talk(TWO_CALLS))
+            for each, by in ((dialect, prober), (tool_dialect, with_tools))
+        )
     switches = find_switches(prober, dialect.form) if dialect is not None else find_switches(asked, spoken.form)
     found = sample(asked, spoken)
     if dialect is None:  # nothing is written without tools, and a tag that stands there is no call's own
@@ -129,16 +139,17 @@ class ChatTemplate:
         max_bytes: int = MEMORY_BYTES,
         tags: Collection[str] = (),
         row: CallRow | None = None,
+        row_behind_words: FindRow = lambda: None,
     ) -> None:
         """`max_bytes` bounds the memory of earlier conversations, `tags` are those that the readers of answers look
-        for, `row` is the form of calls. Raises ModelLoadError for a broken template. Without a template the prompt is
-        labelled plain text.
+        for, `row` is the form of calls; `row_behind_words` is asked where words beside calls have no place. Raises
+        ModelLoadError for a broken template. Without a template the prompt is labelled plain text.
         """
         self._tokenizer = tokenizer
         self._words = CallWords(row)
         source = tokenizer.chat_template
         compiled = CompiledTemplate(source, tokenizer.template_variables) if source is not None else None
-        self._profile = _probed(compiled, row) if compiled is not None else None
+        self._profile = _probed(compiled, row, row_behind_words) if compiled is not None else None
         dialects = (self._profile.dialect, self._profile.tool_dialect) if self._profile is not None else ()
         spoken = [dialect for dialect in dialects if dialect is not None]
         self._memories = [(dialect, ConformMemo(max_bytes // len(spoken))) for dialect in spoken]
@@ -184,6 +195,12 @@ class ChatTemplate:
         """Whether the template numbers calls itself, and results name these numbers."""
         dialect = (self._profile.tool_dialect or self._profile.dialect) if self._profile is not None else None
         return dialect is not None and dialect.form.call_ids in ("numbered", "numbered_in_message")
+
+    @property
+    def parts_words(self) -> bool:
+        """Whether words before a call stand in a message of their own: no place beside the call was found."""
+        dialect = (self._profile.tool_dialect or self._profile.dialect) if self._profile is not None else None
+        return dialect is not None and dialect.calls and not dialect.text_with_calls and dialect.preamble is None
 
     @property
     def shown_call(self) -> str | None:
@@ -330,11 +347,13 @@ def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[st
 def _attempts(
     profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], control: ControlTokens
 ) -> Iterator[tuple[Dialect, tuple[Message, ...], ControlTokens]]:
-    """The forms to try, nearest first: as probed; with an assistant's tags as words; tools in words; everything in one
-    user message."""
+    """The forms to try, nearest first: as probed; with words before calls in messages of their own; with an assistant's
+    tags as words; tools in words; everything in one user message."""
     first = profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect
     if first is not None:
         yield first, messages, control
+        if first.form.call_opening is not None:  # a real call may be written otherwise than those that were tried
+            yield without_words_before(first), messages, control
         if _are_said(control.spared, messages):
             yield first, messages, control.sparing_none
     in_words = profile.in_words

@@ -6,13 +6,11 @@ Such a template (Granite 3's) has no place for calls: they stand in the text of 
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvserve.core import CallRow
-from kvserve.prompt.call_row import ReadsCalls
-from kvserve.prompt.call_words import EXAMPLES, FUNCTION, CallWords
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
+from kvserve.prompt.reading_back import ReadsCalls, reads_back
 from kvserve.prompt.tokenizer import Tokenizer
 
 _SENTENCE_END = re.compile(r"[.!?](?=[\s<\[]|\Z)|\n")
@@ -42,7 +40,7 @@ def find_told_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | No
     if not isinstance(told, str) or not isinstance(plain, str):
         return None
     new = [tag for tag in dict.fromkeys(_asked_for(told)) if tag not in plain]
-    rows = [row for tag in new if _reads_back(row := _list_behind(tag), reads)]
+    rows = [row for tag in new if reads_back(row := _list_behind(tag), reads)]
     return rows[0] if len(rows) == 1 else None
 
 
@@ -58,9 +56,3 @@ def _asked_for(text: str) -> Iterator[str]:
 def _list_behind(tag: str) -> CallRow:
     """Calls as objects with a name and arguments, as templates that write a list of calls do."""
     return CallRow((f'{tag}[{{"name": "',), ('", "arguments": ',), ('}, {"name": "',), ("}]",))
-
-
-def _reads_back(row: CallRow, reads: ReadsCalls) -> bool:
-    """Whether calls that are written in this form are read, and nothing else."""
-    reasoning, content, calls = reads(row, (replace(PROBE_TOOL, name=FUNCTION),), CallWords(row).calls(EXAMPLES))
-    return not reasoning and not content and calls == tuple((call.name, call.arguments) for call in EXAMPLES)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict, Refusal, ToolDict
 from kvserve.prompt.conform import Conformed
 from kvserve.prompt.steps import PromptStep, ThinkTags, WireForm, message_dict
+from kvserve.prompt.words_before import placed
 
 # The opening and closing tags of reasoning. A prompt that ends with an opening tag starts inside reasoning.
 REASONING_TAGS: tuple[ThinkTags, ...] = (
@@ -47,6 +48,13 @@ class Writer:
 
     def write(self, conversation: Conformed) -> RenderedText | Refusal:
         """The conversation up to where the model continues."""
+        written = self._written(conversation)
+        if isinstance(written, Refusal):
+            return written
+        text = placed(written.text, conversation.steps, self.form)
+        return text if isinstance(text, Refusal) else replace(written, text=text)
+
+    def _written(self, conversation: Conformed) -> RenderedText | Refusal:
         if conversation.continues:
             return self._continued(conversation.dicts[:-1], conversation.steps[-1])
         text = self._render(conversation.dicts, tail=True)

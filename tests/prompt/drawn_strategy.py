@@ -260,7 +260,9 @@ def drawn_templates(draw: Draw) -> Drawn:
         drawn = replace(
             drawn,
             tools=_tool_words(draw, tags, style),
-            calls=draw(st.sampled_from(_CALLS))(draw, tags),
+            calls=replace(
+                draw(st.sampled_from(_CALLS))(draw, tags), drops_words=draw(st.sampled_from([False, False, True]))
+            ),
             results=_results(draw, tags),
         )
     texts = sorted(tag for tag, kind in tags.kinds.items() if kind == "text")

@@ -63,7 +63,7 @@ class Tools:
 class Calls:
     """`each` is the template's source of one call. `single`: a message holds one. `is_bare`: no tag
     opens one. `gap` stands between a text and the
-    calls, `between` between two of these."""
+    calls, `between` between two of these; `drops_words`: a text beside calls is not written."""
 
     opening: str
     each: str
@@ -72,6 +72,7 @@ class Calls:
     gap: str = ""
     single: bool = False
     is_bare: bool = False
+    drops_words: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,8 @@ def _assistant(drawn: Drawn, text: str) -> Iterator[str]:
     yield said(drawn.assistant.before)
     if drawn.thinking is not None:
         yield _block(drawn.thinking)
+    if drawn.calls is not None and drawn.calls.drops_words:
+        yield "{%- if m.tool_calls -%}{%- set content = '' -%}{%- endif -%}"
     yield "{{- content -}}"
     if drawn.calls is not None:
         yield "{%- if m.tool_calls -%}"

@@ -169,9 +169,13 @@ def check_calls(served: Served, company: Company, cuts: list[int]) -> None:
 
 
 def native_text(served: Served, turn: Wire, tools: tuple[Wire, ...]) -> str | None:
-    """A turn without thinking as transformers writes it in history; None where it does not."""
+    """A turn without thinking as transformers writes it in history, words that it leaves out right before their calls;
+    None where it does not."""
     drawn, asked, said = served.drawn, "Do it.", "kwresult"
     made = turn.get("tool_calls") or ()
+    if made and turn["content"] and drawn.calls is not None and drawn.calls.drops_words:
+        text = native_text(served, turn | {"content": None}, tools)
+        return turn["content"] + text if text is not None else None
     behind = [result(each["id"], said) for each in made] or [user(said)]
     told = served.reference.rendered(Conversation((user(asked), turn, *behind), tools), tail=False)
     if isinstance(told, NotRendered):
@@ -228,7 +232,7 @@ def check_replay(served: Served, said: list[Wire], *, thinking: bool) -> None:
             return
         before, num_said = talk.stitched(prompt), len(talk.messages)
         kept = talk.answer(odd_ids(model, text, number))
-        if model.unheld is not None and turn.get("tool_calls"):
+        if turn.get("tool_calls") and (model.unheld is not None or (turn["content"] and model.template.parts_words)):
             return
         assert misread(talk.messages[-1], turn) is None, (misread(talk.messages[-1], turn), text)
         talk.messages += what_follows(talk.messages[-1], number)
