@@ -1,6 +1,6 @@
 """Runs the benchmarks, prints their table and exits with 1 when a bound is missed.
 
-python -m benchmarks [--only NAME] [--rounds N] [--save]
+python -m benchmarks [--only NAME] [--rounds N] [--save [NAME]]
 """
 
 import argparse
@@ -115,8 +115,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     text = f"{machine(load_before)}\n\n{markdown_table(figures)}"
     print(text)
-    if arguments.save:
-        _save(text)
+    if arguments.save is not None:
+        _save(text, arguments.save, argv)
     for line in failed:
         print(f"\nfailed: {line}")
     missed = [f"{figure.benchmark}: {figure.name}" for figure in figures if figure.is_missed]
@@ -129,18 +129,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks", description="How much of bare MLX's speed arrives over HTTP.")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each figure; their median counts")
-    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results, under today's date")
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const=time.strftime("%Y-%m-%d"),
+        metavar="NAME",
+        help="write the table to benchmarks/results/NAME.md; without a name under today's date",
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     return arguments
 
 
-def _save(text: str) -> None:
+def _save(text: str, name: str, argv: Sequence[str]) -> None:
     RESULTS.mkdir(exist_ok=True)
-    today = time.strftime("%Y-%m-%d")
-    file = RESULTS / f"{today}.md"
-    file.write_text(f"# Benchmarks, {today}\n\n{text}\n", encoding="utf-8")
+    file = RESULTS / f"{name}.md"
+    command = f"`python -m benchmarks {' '.join(argv)}`"
+    file.write_text(f"# Benchmarks, {name}\n\n{command}\n\n{text}\n", encoding="utf-8")
     print(f"saved as {file.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
 
 

@@ -173,7 +173,10 @@ is what it falls back to.{_with_plain_kernels(rows)}
 - warm = cold: a row of {NUM_PROMPT_TOKENS} tokens from what is kept has the tokens and logits of one that is computed
   anew, and three wrong records (another prompt's, one token short, one wrong layer) have others.
 
-A family of both libraries is served from mlx-lm; mlx-vlm's own is tried here too.
+A family of both libraries is served from mlx-lm; mlx-vlm's own is tried here too. `-` with "not built" or with
+parameters that are missing or left over: the tiny configuration of this trial, made from the library's defaults, fits
+no model of the family; most of them are vision models. What such a family does with its own configuration was not
+tried.
 
 {chr(10).join(counts(rows))}
 

@@ -15,12 +15,12 @@ from kvserve.core import CallRow, Message, RequestDefaults, RequestId, SamplingP
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
+from kvserve.prompt.answer_tags import reading_tags
 from kvserve.prompt.boundaries import MessageMarkers, learn_markers
 from kvserve.prompt.call_row import NoRow
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
-from kvserve.prompt.thinking_tags import own_thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.prompt.told_row import told_row
 from kvserve.protocols.openai_chat import parse_chat
@@ -59,7 +59,8 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
     derived = row if isinstance(row, CallRow) else None
     parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    output_format = select_format("auto", source, added, foreign, derived, own_thinking_tags(tokenizer))
+    thinking, around = reading_tags(tokenizer)
+    output_format = select_format("auto", source, added, foreign, derived, thinking, around)
     behind_words = partial(row_behind_words, tokenizer, row)
     template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row, row_behind_words=behind_words)
     markers = learn_markers(tokenizer, template)

@@ -293,10 +293,11 @@ def _with_words(model: Model, reference: Reference, turn: Wire, tools: Sequence[
     """Words right before calls, where the template has no place for both: so models write them whose answers are words
     alone and whose calls begin with a tag."""
     calls = native_turn(model, reference, {**turn, "content": None}, tools)
-    answer = native_turn(model, reference, spoken(turn["content"]), ())
     if isinstance(calls, NotRendered):
         return calls
-    if isinstance(answer, NotRendered) or _without_empty_thinking(model, answer.text).strip() != turn["content"]:
+    answers = (native_turn(model, reference, spoken(turn["content"]), offered) for offered in ((), tools))
+    answer = next((each for each in answers if not isinstance(each, NotRendered)), None)
+    if answer is None or _without_empty_thinking(model, answer.text).strip() != turn["content"]:
         return NotRendered("a model's words before a call have no form: its answers are not words alone")
     said = _without_empty_thinking(model, calls.text)
     if not _TAG.match(said):

@@ -35,6 +35,7 @@ from kvserve.identity.recognise import IdentitySettings
 from kvserve.output.formats import OutputFormat, may_spell_values, own_call_tag, select_format
 from kvserve.output.said import GeneratedMessage, MessageReader
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
+from kvserve.prompt.answer_tags import reading_tags
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
@@ -45,7 +46,6 @@ from kvserve.prompt.reading_back import reads_back
 from kvserve.prompt.result_proof import lost_behind_results
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
-from kvserve.prompt.thinking_tags import own_thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.prompt.told_row import told_row
 from kvserve.requests.call_ids import CallIds
@@ -100,7 +100,7 @@ class ModelFactory:
         if (unheld := unheld_calls(template, output_format, row)) is not None:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         if template.parts_words:
-            self.note(f"{source.name}: words before a call do not keep their own tokens: no place beside it was found")
+            self.note(f"{source.name}: words before a call stand in a message of their own: it has no place for them")
         markers = learn_markers(tokenizer, template)
         stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
         if stitcher.unreplayed is not None:
@@ -304,7 +304,7 @@ def tags_without_rows(served: ServedModel, sized: ServedModel) -> str | None:
     """What is said of tags of a model's answers for whose tokens it has no row; None where it has all. `sized` is the
     same model with its own rows."""
     missing = served.added_tokens.keys() - sized.added_tokens.keys()
-    tags = dict.fromkeys(tag for tag in served.output_format.tags if any(token in tag for token in missing))
+    tags = dict.fromkeys(tag for tag in served.output_format.all_tags if any(token in tag for token in missing))
     if not tags:
         return None
     instead = "an answer that must have it has it in letters" if sized.closing_ids else "thinking is not limited"
@@ -355,12 +355,12 @@ def _output_format(
 ) -> OutputFormat:
     """How the model marks its output. `row` is how its template writes calls, None where they are read anyway; mlx-lm
     is asked only where that could not be told."""
-    template, thinking = tokenizer.chat_template or "", own_thinking_tags(tokenizer)
+    template, (thinking, around) = tokenizer.chat_template or "", reading_tags(tokenizer)
     if not isinstance(row, NoRow):
-        return select_format(settings.model_family, template, added_tokens, None, row, thinking)
+        return select_format(settings.model_family, template, added_tokens, None, row, thinking, around)
     parser = library_tool_parser(folder, tokenizer.chat_template)
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign, thinking=thinking)
+    return select_format(settings.model_family, template, added_tokens, foreign, thinking=thinking, around=around)
 
 
 # --- the form of calls -----------------------------------------------------------------------------------------------

@@ -63,10 +63,15 @@ class OutputFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All structural tags that the model writes; channels have none."""
+        """The tags of thinking and calls, which clients may send back in an answer's text; channels have none."""
         thinking = (self.thinking.opening, self.thinking.closing) if self.thinking is not None else ()
         calls = (tag for form in self.tool_forms for tag in (form.open_tag, form.stray_close, *form.inner_tags) if tag)
-        return (*thinking, *self.silent_tags, *calls)
+        return (*thinking, *calls)
+
+    @property
+    def all_tags(self) -> tuple[str, ...]:
+        """All structural tags that the model writes."""
+        return (*self.tags, *self.silent_tags)
 
 
 THINK = ThinkingTags("<think>", "</think>")
@@ -121,13 +126,15 @@ def select_format(
     foreign: ForeignCallForm | None,
     row: CallRow | None = None,
     thinking: tuple[str, str] | None = None,
+    around: tuple[str, ...] = (),
 ) -> OutputFormat:
     """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
 
     `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
     `row` is the template's own form of calls, `foreign` another library's reader of them. A foreign form that begins
     with a tag that is read here is not used: the readers here are exact. Of such a row only the spelling of values is
-    taken. `thinking` are the template's own tags, where no family that is known has them.
+    taken. `thinking` are the template's own tags, where no family that is known has them; `around` are those between
+    which it writes what is said.
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
@@ -142,13 +149,14 @@ def select_format(
         return OutputFormat("harmony", None, forms, channels="harmony")
     if thinking is not None:
         opening, closing = thinking
-        return OutputFormat(forms[0].name, ThinkingTags(opening, closing, opening in special_tokens), forms)
+        return OutputFormat(forms[0].name, ThinkingTags(opening, closing, opening in special_tokens), forms, around)
     if "<think>" not in special_tokens:
         for tokens, name, known, silent_tags in _BY_VOCABULARY:
             if set(tokens) <= set(special_tokens):
                 of_calls = {tag for form in forms if form.row is not None for tag in (form.open_tag, *form.inner_tags)}
-                return OutputFormat(name, known, forms, tuple(tag for tag in silent_tags if tag not in of_calls))
-    return OutputFormat(forms[0].name, THINK, forms)
+                silent = dict.fromkeys((*silent_tags, *around))
+                return OutputFormat(name, known, forms, tuple(tag for tag in silent if tag not in of_calls))
+    return OutputFormat(forms[0].name, THINK, forms, around)
 
 
 def _spelt(form: CallForm, spelling: Spelling) -> CallForm:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import CallParts, CallRow, CallSlot, PairParts, ToolCallBlock
-from kvserve.prompt.call_words import pattern_of
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.pair_row import Unlike, behind_pairs, find_pairs, hard_pairs, typed_tools
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
@@ -344,7 +343,7 @@ def _check(asker: _Asker, row: CallRow, reads: ReadsCalls) -> None:
             raise Unlike("calls do not stand where an answer begins")
         for call, lead in zip(calls, (row.opening, *[row.between or ()] * len(calls)), strict=False):
             position = _behind_call(text, position, lead, row, call)
-        closing = re.compile(pattern_of(row.closing)).match(text, position)
+        closing = re.compile(_source(row.closing)).match(text, position)
         if closing is None:
             raise Unlike("it does not end calls as the row says")
         reasoning, content, found = reads(row, tools, text[start : closing.end()])
@@ -381,10 +380,13 @@ def _header(asker: _Asker, text: str) -> str:
 
 
 def _behind_call(text: str, position: int, lead: CallParts, row: CallRow, call: ToolCallBlock) -> int:
-    head = re.compile(rf"{pattern_of(lead)}{re.escape(call.name)}{pattern_of(row.middle)}").match(
-        text, max(position, 0)
-    )
+    head = re.compile(rf"{_source(lead)}{re.escape(call.name)}{_source(row.middle)}").match(text, max(position, 0))
     end = _behind_arguments(text, head.end(), call, row.pairs) if head is not None else None
     if end is None:
         raise Unlike("it does not write every call as the row says")
     return end
+
+
+def _source(parts: CallParts) -> str:
+    slots = {CallSlot.ID: r"[A-Za-z0-9_.:-]+", CallSlot.NUMBER: r"\d+"}
+    return "".join(re.escape(part) if isinstance(part, str) else slots[part] for part in parts)

@@ -6,7 +6,6 @@ always read.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,12 +67,6 @@ class CallWords:
 
 
 HERMES = CallWords()
-
-
-def pattern_of(parts: CallParts) -> str:
-    """A regular expression for parts of a row, with any ids and numbers."""
-    slots = {CallSlot.ID: r"[A-Za-z0-9_.:-]+", CallSlot.NUMBER: r"\d+"}
-    return "".join(re.escape(part) if isinstance(part, str) else slots[part] for part in parts)
 
 
 def transcript(steps: Iterable[PromptStep], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:

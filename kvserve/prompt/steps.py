@@ -294,9 +294,8 @@ def _no_images() -> BadRequest:
 
 def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
     """The dict for the template. No key has the value None: many templates write it out as "None"."""
-    if form.call_opening is not None and step.text and step.calls:
-        first, *others = step.calls
-        step = replace(step, text="", calls=(replace(first, name=CALL + first.name), *others))
+    words_before = form.call_opening is not None and bool(step.text and step.calls)
+    step = replace(step, text="") if words_before else step
     role = ROLES[step.kind]
     text = step.text or ("" if step.calls and not form.fills_calls else form.empty_text.get(role, ""))
     message: MessageDict = {"role": role}
@@ -313,7 +312,10 @@ def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
     if step.name is not None:
         message["name"] = step.name
     if step.calls:
-        message["tool_calls"] = [_call_dict(call, step.call_number + i, i, form) for i, call in enumerate(step.calls)]
+        message["tool_calls"] = [
+            _call_dict(call, step.call_number + i, i, form, mark=CALL if words_before and not i else "")
+            for i, call in enumerate(step.calls)
+        ]
     if role == "tool":
         number = step.call_place if form.call_ids == "numbered_in_message" else step.call_number
         message["tool_call_id"] = wire_id(form.call_ids, step.call_id, step.call_name, number)
@@ -331,7 +333,7 @@ def _guards_tags(text: str, form: WireForm) -> bool:
     return form.keeps_think_tags and closing in text and not text.lstrip().startswith(opening)
 
 
-def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm) -> dict[str, object]:
+def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm, mark: str = "") -> dict[str, object]:
     arguments: object = call.arguments
     if not form.arguments_as_text:
         parsed = parsed_arguments(call.arguments)
@@ -341,7 +343,7 @@ def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm) -> 
             arguments = {"arguments": call.arguments}
     number = place if form.call_ids == "numbered_in_message" else number
     call_id = wire_id(form.call_ids, call.call_id, call.name, number)
-    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": mark + call.name, "arguments": arguments}}
 
 
 def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:

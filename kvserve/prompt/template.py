@@ -104,7 +104,7 @@ def _probed(template: CompiledTemplate, row: CallRow | None, row_behind_words: F
     prober = Prober(template, arguments=keep_arguments(template), think_tags=own_tags or THINK_TAGS)
     dialect = probe(prober)
     with_tools = replace(prober, tools=(PROBE_TOOL,))
-    tool_dialect = probe(with_tools)
+    tool_dialect = probe(with_tools) if "tools" in template.reads else None
     if tool_dialect is not None and not tool_dialect.tools:
         tool_dialect = None
     spoken = tool_dialect or dialect
@@ -282,7 +282,9 @@ class ChatTemplate:
                 text = self.control.settled(without_surrogates(written.text))
                 begun = without_barriers(shown(without_surrogates(written.begun)))
                 return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues, begun=begun)
-            if given and isinstance(replace(writer, arguments=switched).write(conformed), RenderedText):
+            is_tried_again = dialect.form.call_opening is not None  # with words before calls in messages of their own
+            switched_writer = replace(writer, arguments=switched)
+            if given and not is_tried_again and isinstance(switched_writer.write(conformed), RenderedText):
                 reason = f"The chat template fails with these arguments: {shown(written.reason)}"
                 raise BadRequest(reason, param=ARGUMENTS_FIELD)
             refusals.append(f"the chat template refused ({shown(written.reason)}): a plainer form was tried")

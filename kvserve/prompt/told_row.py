@@ -31,6 +31,8 @@ def told_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | None:
 
 def find_told_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | None:
     """The row that the template's words ask for, verified with `reads`."""
+    if "tools" not in template.reads:
+        return None
     prober = Prober(template, (PROBE_TOOL,))
     dialect = probe(prober)
     if dialect is None or dialect.calls or not dialect.tools:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict, Refusal, ToolDict
 from kvserve.prompt.conform import Conformed
 from kvserve.prompt.steps import PromptStep, ThinkTags, WireForm, message_dict
-from kvserve.prompt.words_before import placed
+from kvserve.prompt.words_before import has_words_before, placed, without_marks
 
 # The opening and closing tags of reasoning. A prompt that ends with an opening tag starts inside reasoning.
 REASONING_TAGS: tuple[ThinkTags, ...] = (
@@ -49,9 +49,12 @@ class Writer:
     def write(self, conversation: Conformed) -> RenderedText | Refusal:
         """The conversation up to where the model continues."""
         written = self._written(conversation)
-        if isinstance(written, Refusal):
+        if isinstance(written, Refusal) or not any(has_words_before(step, self.form) for step in conversation.steps):
             return written
-        text = placed(written.text, conversation.steps, self.form)
+        bare = self._written(replace(conversation, dicts=tuple(without_marks(conversation.dicts))))
+        if isinstance(bare, Refusal):
+            return bare
+        text = placed(written.text, bare.text, conversation.steps, self.form)
         return text if isinstance(text, Refusal) else replace(written, text=text)
 
     def _written(self, conversation: Conformed) -> RenderedText | Refusal:
