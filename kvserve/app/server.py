@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from kvserve import __version__
+from kvserve.app.banner import Surroundings, banner_facts
 from kvserve.app.blas import active_blas, what_computes
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
 from kvserve.app.demo_model import DemoModel, demo_model
@@ -22,7 +23,6 @@ from kvserve.app.forget_owner import Forgetting
 from kvserve.app.model_factory import ModelFactory
 from kvserve.app.model_pool import Callbacks, ModelPool, engine_fields
 from kvserve.app.wiring import (
-    access_warnings,
     agent_store,
     catalogue_settings,
     identity_settings,
@@ -46,7 +46,7 @@ from kvserve.engine.warming import Warming
 from kvserve.errors import ModelLoadError, NotReady, RequestError
 from kvserve.observe.dashboard import Look
 from kvserve.observe.observability import Observability
-from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_body
+from kvserve.observe.reports import cache_body, image_fields, memory_body
 from kvserve.observe.terminal import BannerFacts, Terminal, size_text
 from kvserve.protocols.model_cards import ModelCard
 from kvserve.proxy.litellm import LitellmProxy
@@ -255,28 +255,16 @@ class Server:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        warnings = [*self._launch.warnings, *access_warnings(self._settings)]
-        if self._demo is not None and self._demo.warning is not None:
-            warnings.append(self._demo.warning)
-        if self._settings.normalize_write_tool_content_for_prompt:
-            warnings.append("The model does not see the contents of its past write calls, only their digests.")
-        if (support := served.engine.status.cache_support) is not None:
-            warnings += support.notes
-        if self._proxy is not None and self._proxy.state.status != "ready":
-            warnings.append("LiteLLM is still starting (10 to 20 s); until then use the second URL.")
-        return BannerFacts(
-            version=__version__,
-            model_name=served.name,
-            context_limit=served.context_limit,
+        around = Surroundings(
             server_url=self._url,
             proxy_url=self._proxy_url if self._proxy is not None else None,
-            demo=self._demo.kind if self._demo is not None else None,
-            needs_api_key=self._settings.api_key is not None,
-            warnings=tuple(warnings),
-            disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),
+            is_proxy_ready=self._proxy is not None and self._proxy.state.status == "ready",
+            models=self.list_models(),
+            demo=self._demo,
+            blas=self._blas,
             chat_template=self._template_of(served.name),
-            blas=f"{self._blas.name} ({self._blas.path})" if self._blas is not None else None,
         )
+        return banner_facts(self._launch, served, around)
 
     def _template_of(self, model_name: object) -> str | None:
         """The file whose chat template stands for that of the model of this name, None where its own does."""

@@ -33,7 +33,8 @@ class BannerFacts:
     """What is served and where. `proxy_url` None: no proxy runs. URLs without a path, as `http://127.0.0.1:4000`.
 
     `disk` says what KV is on disk, in words. `chat_template` is the file that stands for the model's own, if one does.
-    `blas` names the one that was preloaded and its file.
+    `blas` names the one that was preloaded and its file, `device` what MLX computes on, `models` others that can be
+    asked for.
     """
 
     version: str
@@ -47,6 +48,8 @@ class BannerFacts:
     disk: str | None = None
     chat_template: str | None = None
     blas: str | None = None
+    device: str | None = None
+    models: str | None = None
 
 
 _DEMO_LINES = {
@@ -215,7 +218,9 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     lines = [f"kvserve {facts.version} serves {facts.model_name} (context {facts.context_limit:,} tokens)"]
     lines += [f"  {name}  {url}/v1" for name, url in rows if url is not None]
     lines.append(f"  watch   {facts.server_url}/dashboard")
+    lines += [f"  models  {printable(facts.models)}"] if facts.models is not None else []
     lines += [f"  disk    {facts.disk}"] if facts.disk is not None else []
+    lines += [f"  device  {printable(facts.device)}"] if facts.device is not None else []
     lines += [f"  blas    {printable(facts.blas)}"] if facts.blas is not None else []
     lines += [f"  prompts by {printable(facts.chat_template)}"] if facts.chat_template is not None else []
     lines += [f"  try     {curl_line(facts)}"]

@@ -80,6 +80,14 @@ def test_the_banner_names_the_proxy_first_and_gives_a_command() -> None:
     assert "random" not in text
 
 
+def test_the_banner_names_device_and_models() -> None:
+    """Where they are known; names come from folders and a hub, and move no cursor."""
+    lines = banner_lines(replace(BANNER, device="CPU, 8.0 GB", models="a, \x1b[2Jb on demand"))
+    assert "  device  CPU, 8.0 GB" in lines
+    assert any(line.startswith("  models  a, ") and "\x1b" not in line for line in lines)
+    assert not any(line.startswith(("  device", "  models")) for line in banner_lines(BANNER))
+
+
 def test_the_curl_line_survives_a_shell() -> None:
     """Quotes in a model's name do not break it, and its body is JSON; without a proxy it asks kvserve itself."""
     words = shlex.split(curl_line(replace(BANNER, model_name='it\'s "tiny" $HOME', proxy_url=None)))
