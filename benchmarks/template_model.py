@@ -59,10 +59,16 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
     derived = row if isinstance(row, CallRow) else None
     parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    thinking, around = reading_tags(tokenizer)
-    output_format = select_format("auto", source, added, foreign, derived, thinking, around)
+    tags = reading_tags(tokenizer)
+    output_format = select_format("auto", source, added, foreign, derived, tags.thinking, tags.around, tags.between)
     behind_words = partial(row_behind_words, tokenizer, row)
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row, row_behind_words=behind_words)
+    template = ChatTemplate(
+        tokenizer,
+        tags=output_format.tags,
+        row=output_format.row,
+        row_behind_words=behind_words,
+        silent=output_format.silent_tags,
+    )
     markers = learn_markers(tokenizer, template)
     stitcher = Stitcher.of(tokenizer, template, markers)
     return Model(

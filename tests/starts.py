@@ -119,11 +119,11 @@ def _draw_two_tokens_once(scheduler: Scheduler, sampling: SamplingParams) -> Non
         _drawn.add((key, sampling))
 
 
-def _probed_once(compiled: Any, row: Any = None) -> Any:
+def _probed_once(compiled: Any, row: Any = None, row_behind_words: Any = template.no_row) -> Any:
     """What was found out is shared: it is frozen, and the compiled template in it is safe for threads."""
-    key = (compiled.source, tuple(sorted(compiled._variables.items())), row)
+    key = (compiled.source, tuple(sorted(compiled._variables.items())), row, row_behind_words is template.no_row)
     if key not in _profiles:
-        _profiles[key] = _probed(compiled, row)
+        _profiles[key] = _probed(compiled, row, row_behind_words)
     return _profiles[key]
 
 

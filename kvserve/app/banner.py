@@ -7,7 +7,7 @@ from kvserve import __version__
 from kvserve.app.blas import Blas
 from kvserve.app.demo_model import DemoModel
 from kvserve.app.wiring import access_warnings
-from kvserve.config import Launch
+from kvserve.config import Settings
 from kvserve.engine.device import DeviceFacts, device_facts
 from kvserve.observe.reports import disk_line
 from kvserve.observe.terminal import BannerFacts, size_text
@@ -34,10 +34,12 @@ class Surroundings:
     chat_template: str | None = None
 
 
-def banner_facts(launch: Launch, served: ServedModel, around: Surroundings) -> BannerFacts:
+def banner_facts(
+    settings: Settings, start_warnings: Sequence[str], served: ServedModel, around: Surroundings
+) -> BannerFacts:
     """The banner of a server whose model has just been loaded."""
-    settings, demo, blas = launch.settings, around.demo, around.blas
-    warnings = [*launch.warnings, *access_warnings(settings)]
+    demo, blas = around.demo, around.blas
+    warnings = [*start_warnings, *access_warnings(settings)]
     if demo is not None and demo.warning is not None:
         warnings.append(demo.warning)
     if settings.normalize_write_tool_content_for_prompt:
@@ -65,14 +67,16 @@ def banner_facts(launch: Launch, served: ServedModel, around: Surroundings) -> B
 
 def device_line(device: DeviceFacts) -> str:
     """What MLX computes on, and what it may use of the machine's memory."""
-    kind = "GPU, Metal" if device.has_metal else device.kind.upper()
+    kind = "GPU, Metal" if device.kind == "gpu" and device.has_metal else device.kind.upper()
     name = f"{device.name} ({kind})" if device.name else kind
-    return f"{name}, {size_text(device.memory_bytes)} of memory for models and KV"
+    return f"{name}, {size_text(device.memory_bytes)} of memory"
 
 
 def models_line(served: str, models: Sequence[ModelCard]) -> str | None:
     """The other models that may be asked for by name, None where there are none."""
-    names = [card.name for card in models if card.alias_of is None and card.name != served]
+    own = {served, *(card.name for card in models if card.alias_of is None)}
+    others = [card for card in models if card.name != served]
+    names = [card.name for card in others if card.alias_of is None or card.alias_of not in own]
     if not names:
         return None
     more = len(names) - MAX_NAMED_MODELS

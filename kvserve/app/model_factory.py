@@ -94,7 +94,14 @@ class ModelFactory:
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
         behind_words = partial(row_behind_words, tokenizer, row)
-        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row, behind_words)
+        template = ChatTemplate(
+            tokenizer,
+            limits.placed_bytes,
+            output_format.tags,
+            output_format.row,
+            row_behind_words=behind_words,
+            silent=output_format.silent_tags,
+        )
         if given is not None and (reason := template.why_plain) is not None:
             raise ModelLoadError(f"CHAT_TEMPLATE={str(given.path)!r} cannot be used: no user's message ({reason}).")
         if (unheld := unheld_calls(template, output_format, row)) is not None:
@@ -304,7 +311,7 @@ def tags_without_rows(served: ServedModel, sized: ServedModel) -> str | None:
     """What is said of tags of a model's answers for whose tokens it has no row; None where it has all. `sized` is the
     same model with its own rows."""
     missing = served.added_tokens.keys() - sized.added_tokens.keys()
-    tags = dict.fromkeys(tag for tag in served.output_format.all_tags if any(token in tag for token in missing))
+    tags = dict.fromkeys(tag for tag in served.output_format.tags if any(token in tag for token in missing))
     if not tags:
         return None
     instead = "an answer that must have it has it in letters" if sized.closing_ids else "thinking is not limited"
@@ -355,12 +362,13 @@ def _output_format(
 ) -> OutputFormat:
     """How the model marks its output. `row` is how its template writes calls, None where they are read anyway; mlx-lm
     is asked only where that could not be told."""
-    template, (thinking, around) = tokenizer.chat_template or "", reading_tags(tokenizer)
+    template, tags = tokenizer.chat_template or "", reading_tags(tokenizer)
+    own = (tags.thinking, tags.around, tags.between)
     if not isinstance(row, NoRow):
-        return select_format(settings.model_family, template, added_tokens, None, row, thinking, around)
+        return select_format(settings.model_family, template, added_tokens, None, row, *own)
     parser = library_tool_parser(folder, tokenizer.chat_template)
     foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign, thinking=thinking, around=around)
+    return select_format(settings.model_family, template, added_tokens, foreign, None, *own)
 
 
 # --- the form of calls -----------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ class Server:
             blas=self._blas,
             chat_template=self._template_of(served.name),
         )
-        return banner_facts(self._launch, served, around)
+        return banner_facts(self._settings, self._launch.warnings, served, around)
 
     def _template_of(self, model_name: object) -> str | None:
         """The file whose chat template stands for that of the model of this name, None where its own does."""

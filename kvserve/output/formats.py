@@ -29,13 +29,15 @@ class ThinkingTags:
 class OutputFormat:
     """How a model marks its output. `tool_forms` are tried in order; the first one is the model's own.
 
-    `silent_tags` mark structure and carry no text. `channels` "harmony" means gpt-oss headers instead of thinking tags.
+    `silent_tags` mark structure and carry no text. `between` is the part of thinking's closing tag that stands before
+    calls too, where that is not all of it. `channels` "harmony" means gpt-oss headers instead of thinking tags.
     """
 
     name: str
     thinking: ThinkingTags | None
     tool_forms: tuple[CallForm, ...]
     silent_tags: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
     channels: Literal["tags", "harmony"] = "tags"
 
     @property
@@ -63,15 +65,10 @@ class OutputFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags of thinking and calls, which clients may send back in an answer's text; channels have none."""
+        """All structural tags that the model writes; channels have none."""
         thinking = (self.thinking.opening, self.thinking.closing) if self.thinking is not None else ()
         calls = (tag for form in self.tool_forms for tag in (form.open_tag, form.stray_close, *form.inner_tags) if tag)
-        return (*thinking, *calls)
-
-    @property
-    def all_tags(self) -> tuple[str, ...]:
-        """All structural tags that the model writes."""
-        return (*self.tags, *self.silent_tags)
+        return (*thinking, *self.silent_tags, *calls)
 
 
 THINK = ThinkingTags("<think>", "</think>")
@@ -127,14 +124,15 @@ def select_format(
     row: CallRow | None = None,
     thinking: tuple[str, str] | None = None,
     around: tuple[str, ...] = (),
+    between: tuple[str, ...] = (),
 ) -> OutputFormat:
     """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
 
     `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
     `row` is the template's own form of calls, `foreign` another library's reader of them. A foreign form that begins
     with a tag that is read here is not used: the readers here are exact. Of such a row only the spelling of values is
-    taken. `thinking` are the template's own tags, where no family that is known has them; `around` are those between
-    which it writes what is said.
+    taken. `thinking` are the template's own tags, where no family that is known has them; `around` those around what is
+    said, `between` the part of the closing tag of thinking that stands before calls too.
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
@@ -149,14 +147,15 @@ def select_format(
         return OutputFormat("harmony", None, forms, channels="harmony")
     if thinking is not None:
         opening, closing = thinking
-        return OutputFormat(forms[0].name, ThinkingTags(opening, closing, opening in special_tokens), forms, around)
+        own = ThinkingTags(opening, closing, opening in special_tokens)
+        return OutputFormat(forms[0].name, own, forms, around, between)
     if "<think>" not in special_tokens:
         for tokens, name, known, silent_tags in _BY_VOCABULARY:
             if set(tokens) <= set(special_tokens):
                 of_calls = {tag for form in forms if form.row is not None for tag in (form.open_tag, *form.inner_tags)}
                 silent = dict.fromkeys((*silent_tags, *around))
-                return OutputFormat(name, known, forms, tuple(tag for tag in silent if tag not in of_calls))
-    return OutputFormat(forms[0].name, THINK, forms, around)
+                return OutputFormat(name, known, forms, tuple(tag for tag in silent if tag not in of_calls), between)
+    return OutputFormat(forms[0].name, THINK, forms, around, between)
 
 
 def _spelt(form: CallForm, spelling: Spelling) -> CallForm:

@@ -81,5 +81,7 @@ def _tags(output_format: OutputFormat, handlers: Handlers, allow_calls: bool) ->
     if output_format.thinking is not None:
         content[output_format.thinking.opening] = handlers.think_open
         content[output_format.thinking.closing] = handlers.think_close
-        reasoning[output_format.thinking.closing] = handlers.think_close
+        # a tag is taken as soon as it stands there, so none may begin another one
+        closings = output_format.between or (output_format.thinking.closing,)
+        reasoning |= dict.fromkeys(closings, handlers.think_close)
     return {True: reasoning, False: content}

@@ -5,6 +5,7 @@ They are tokens of the model and carry no text, so readers of answers leave them
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.probe import Prober, in_order, talk
@@ -19,27 +20,32 @@ _TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
 _FIRST_TAG, _LAST_TAG = re.compile(_TAG), re.compile(rf"(?:{_TAG})\Z")
 
 
-def reading_tags(tokenizer: Tokenizer) -> tuple[ThinkTags | None, tuple[str, ...]]:
-    """How a model's answers are read: its template's own tags of thinking, and those around what an answer says.
+@dataclass(frozen=True, slots=True)
+class ReadingTags:
+    """How a model's answers are read: its template's own tags of thinking, those around what an answer says, and the
+    part of thinking's closing tag that stands before calls too, if that is not all of it."""
 
-    Thinking that is closed by a text which the answer's opening tag ends is closed without that tag: a call behind
-    thinking has another one. Raises ModelLoadError.
-    """
+    thinking: ThinkTags | None
+    around: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+
+
+def reading_tags(tokenizer: Tokenizer) -> ReadingTags:
+    """Those of a model's template. Raises ModelLoadError."""
     thinking = own_thinking_tags(tokenizer)
     if tokenizer.chat_template is None:
-        return thinking, ()
-    tokens = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values()}
+        return ReadingTags(thinking)
+    tokens = tuple(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
     stops = {tokenizer.decode([id]) for id in tokenizer.stop_token_ids}
     template = CompiledTemplate(tokenizer.chat_template, tokenizer.template_variables)
-    around = answer_tags(template, tokens - stops, thinking)
-    if thinking is None or not around:
-        return thinking, around
-    closing = thinking[1].removesuffix(around[0])
-    if closing in ("", thinking[1]):
-        return thinking, around
-    # thinking, words and calls are messages of one turn: a header stands between them
-    headers = (closing.removeprefix(tag) for tag in around[1:] if closing.startswith(tag))
-    return (thinking[0], closing), (*around, *filter(None, headers))
+    around = answer_tags(template, {*tokens} - stops, thinking)
+    if thinking is None or not around or not thinking[1].endswith(around[0]):
+        return ReadingTags(thinking, around)
+    # thinking, words and calls are messages of one turn: the end of one and the header of the next stand between them
+    between = thinking[1].removesuffix(around[0])
+    headers = (between.removeprefix(closing) for closing in around[1:] if between.startswith(closing))
+    silent = (*around, *(header for header in headers if header.startswith(tokens)))
+    return ReadingTags(thinking, silent, (between,) if between.startswith(tokens) else ())
 
 
 def answer_tags(

@@ -92,23 +92,15 @@ def spared_tags(
     """The tags that stay unmarked in an assistant's text: those of thinking and of calls.
 
     Clients send thinking and calls back inside the text, and templates look for the tags there. A tag that also
-    surrounds a user's text, or has in it what begins or ends a message or an answer, is not spared: it would end the
-    message.
+    surrounds a user's text, or has what ends an answer in it, is not spared: it would end the message.
     """
     if sample is None:
         return frozenset()
     stops = {tokenizer.decode([id]) for id in tokenizer.stop_token_ids} - {""}
     of_calls = {token for token in tokens if token in sample.calls and token not in sample.talk}
     known = {tag for tag in tags if any(token in tag for token in tokens)}
-    edges = _edges(sample.user, tokens)
-    ending = {tag for tag in known | of_calls if any(token in tag for token in stops | edges)}
+    ending = {tag for tag in known | of_calls if any(stop in tag for stop in stops)}
     return frozenset(tag for tag in (known | of_calls) - ending if tag not in sample.user)
-
-
-def _edges(user: str, tokens: Collection[str]) -> set[str]:
-    """The first and the last of the tokens in the rendering of a user's message."""
-    found = sorted((place, token) for token in tokens for place in (user.find(token), user.rfind(token)) if place >= 0)
-    return {found[0][1], found[-1][1]} if found else set()
 
 
 class ControlTokens:

@@ -97,7 +97,13 @@ type FindRow = Callable[[], CallRow | None]
 """Finds the form of a template's calls before which words are read as words; None without one."""
 
 
-def _probed(template: CompiledTemplate, row: CallRow | None, row_behind_words: FindRow) -> _TemplateProfile | None:
+def no_row() -> None:
+    """There is no form of calls behind words."""
+
+
+def _probed(
+    template: CompiledTemplate, row: CallRow | None = None, row_behind_words: FindRow = no_row
+) -> _TemplateProfile | None:
     """The template's profile, None if it cannot render one user message with or without a tool; `row` is its form of
     calls."""
     own_tags = thinking_tags(template)
@@ -139,11 +145,13 @@ class ChatTemplate:
         max_bytes: int = MEMORY_BYTES,
         tags: Collection[str] = (),
         row: CallRow | None = None,
-        row_behind_words: FindRow = lambda: None,
+        row_behind_words: FindRow = no_row,
+        silent: Collection[str] = (),
     ) -> None:
         """`max_bytes` bounds the memory of earlier conversations, `tags` are those that the readers of answers look
-        for, `row` is the form of calls; `row_behind_words` is asked where words beside calls have no place. Raises
-        ModelLoadError for a broken template. Without a template the prompt is labelled plain text.
+        for, of which `silent` ones carry no text; `row` is the form of calls; `row_behind_words` is asked where words
+        beside calls have no place. Raises ModelLoadError for a broken template. Without a template the prompt is
+        labelled plain text.
         """
         self._tokenizer = tokenizer
         self._words = CallWords(row)
@@ -153,7 +161,7 @@ class ChatTemplate:
         dialects = (self._profile.dialect, self._profile.tool_dialect) if self._profile is not None else ()
         spoken = [dialect for dialect in dialects if dialect is not None]
         self._memories = [(dialect, ConformMemo(max_bytes // len(spoken))) for dialect in spoken]
-        self.control = _control_of(tokenizer, self._profile.sample if self._profile is not None else None, tags)
+        self.control = _control_of(tokenizer, self._profile.sample if self._profile is not None else None, tags, silent)
 
     def clear(self) -> None:
         """Forget earlier conversations."""
@@ -340,10 +348,13 @@ class ChatTemplate:
         return next((memory for known, memory in self._memories if known is dialect), None)
 
 
-def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[str]) -> ControlTokens:
+def _control_of(
+    tokenizer: Tokenizer, sample: Sample | None, tags: Collection[str], silent: Collection[str]
+) -> ControlTokens:
     known = {*tags, *(tag for pair in REASONING_TAGS for tag in pair)}
     tokens = control_tokens(tokenizer, sample, known)
-    return ControlTokens(tokenizer, tokens, spared_tags(tokenizer, tokens, sample, known))
+    # no template looks in an answer's text for tags around it, and no client sends them back
+    return ControlTokens(tokenizer, tokens, spared_tags(tokenizer, tokens, sample, known) - {*silent})
 
 
 def _attempts(

@@ -80,8 +80,8 @@ def _places(text: str) -> Iterator[int]:
 def _opening_before(text: str, place: int, opening: CallParts) -> int | None:
     """Where the opening begins that ends at this place; None where none does, as of a name that stands in a result."""
     start = text.rfind(str(opening[0]), 0, place)
-    pattern = "".join(re.escape(part) if isinstance(part, str) else ".*?" for part in opening)
-    return start if start >= 0 and re.fullmatch(pattern, text[start:place], re.DOTALL) else None
+    pattern = "".join(re.escape(part) if isinstance(part, str) else f"[^{CALL}]*?" for part in opening)
+    return start if start >= 0 and re.fullmatch(pattern, text[start:place]) else None
 
 
 def _talks(form: WireForm, loop: Sequence[PromptStep]) -> Iterator[list[PromptStep]]:

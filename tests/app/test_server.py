@@ -16,8 +16,10 @@ import pytest
 
 import kvserve.app.model_factory
 import kvserve.app.server
+from kvserve.app.banner import device_line
 from kvserve.app.server import Server
 from kvserve.app.wiring import access_warnings
+from kvserve.engine.device import device_facts
 from kvserve.errors import ModelLoadError, PortTaken
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.laws import sampled_cells
@@ -252,6 +254,7 @@ def test_the_banner_says_what_is_served_and_where(app: AppUnderTest) -> None:
     assert f"serves {app.served.name} (context 4,096 tokens)" in text
     assert f"http://127.0.0.1:{app.port}/v1" in text and "LiteLLM" not in text
     assert f"http://127.0.0.1:{app.port}/dashboard" in text
+    assert f"  device  {device_line(device_facts())}" in text.splitlines() and "  models  " not in text
 
 
 def test_the_banner_warns_of_an_open_server(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvserve.core import ContentDelta, Message, TextBlock
-from kvserve.output.formats import select_format
+from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.said import MessageReader
 from kvserve.output.splitter import Splitter
-from kvserve.prompt.answer_tags import answer_tags, reading_tags
+from kvserve.prompt.answer_tags import ReadingTags, answer_tags, reading_tags
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.thinking_tags import thinking_tags
@@ -75,9 +75,9 @@ def test_an_opening_tag_alone_is_found() -> None:
 def test_a_models_stop_tokens_are_none_of_them() -> None:
     """They end the answer anyway; here `</say>` is one."""
     tokenizer = tokenizer_with(source("<say>{{ m.content }}</say>"))
-    assert reading_tags(tokenizer) == (None, ("<say>", "</say>"))
+    assert reading_tags(tokenizer) == ReadingTags(None, ("<say>", "</say>"))
     stopping = replace(tokenizer, stop_token_ids=frozenset({tokenizer.backend.token_to_id("</say>")}))
-    assert reading_tags(stopping) == (None, ("<say>",))
+    assert reading_tags(stopping) == ReadingTags(None, ("<say>",))
 
 
 MESSAGES = """{% for m in messages %}{% if m.role == 'assistant' %}
@@ -89,46 +89,59 @@ MESSAGES = """{% for m in messages %}{% if m.role == 'assistant' %}
 """Thinking, words and calls are messages of one turn."""
 
 
-def test_thinking_ends_alike_before_words_and_calls() -> None:
-    """Without the tag of an answer's words; the header between two messages of a turn is not said."""
-    tags, around = reading_tags(tokenizer_with(MESSAGES))
-    assert tags == ("<muse>", "<|end|><|turn|>assistant") and around == ("<say>", "<|end|>", "<|turn|>assistant")
-    says = MessageReader.under(select_format("auto", MESSAGES, TOKENS, None, thinking=tags, around=around), (LOOK,))
-    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+def format_of(text: str) -> OutputFormat:
+    tags = reading_tags(tokenizer_with(text))
+    return select_format("auto", text, TOKENS, None, None, tags.thinking, tags.around, tags.between)
+
+
+CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+def test_headers_between_the_messages_of_a_turn_are_not_said() -> None:
+    """Neither before words nor before calls, behind thinking and behind words; words that they hold are."""
+    tags = reading_tags(tokenizer_with(MESSAGES))
     header = "<|end|><|turn|>assistant"
-    assert says(f"<muse>hm{header}<say>Yes.<|end|>") == ("hm", "Yes.", ())
-    assert says(f"<muse>hm{header}<say>I look.{header}{call}") == ("hm", "I look.", (("look", "{}"),))
-    assert says(f"<muse>hm{header}{call}") == ("hm", "", (("look", "{}"),))
+    assert tags == ReadingTags(("<muse>", f"{header}<say>"), ("<say>", "<|end|>", "<|turn|>assistant"), (header,))
+    says = MessageReader.under(format_of(MESSAGES), (LOOK,))
+    assert says(f"<muse>hm{header}<say>Yes, assistant.<|end|>") == ("hm", "Yes, assistant.", ())
+    assert says(f"<muse>hm{header}<say>I look.{header}{CALL}") == ("hm", "I look.", (("look", "{}"),))
+    assert says(f"<muse>hm{header}{CALL}") == ("hm", "", (("look", "{}"),))
 
 
 @pytest.mark.parametrize("between", ["<|text|>final<say>", "<|text|><say>"])
 def test_a_header_of_more_than_a_tag_stays_whole(between: str) -> None:
-    """A half of it would reach clients: thinking ends with all of it, as it was."""
+    """A half of it would reach clients: thinking ends with all of it."""
     text = MESSAGES.replace("assistant<say>", f"assistant{between}")
-    tags, around = reading_tags(tokenizer_with(text))
-    assert tags == ("<muse>", f"<|end|><|turn|>assistant{between}") and around == ()
-    says = MessageReader.under(select_format("auto", text, TOKENS, None, thinking=tags, around=around), ())
-    assert says(f"<muse>hm<|end|><|turn|>assistant{between}Yes.") == ("hm", "Yes.", ())
+    closing = f"<|end|><|turn|>assistant{between}"
+    assert reading_tags(tokenizer_with(text)) == ReadingTags(("<muse>", closing))
+    assert MessageReader.under(format_of(text), ())(f"<muse>hm{closing}Yes.") == ("hm", "Yes.", ())
+
+
+def test_prose_is_no_header() -> None:
+    """What no token begins could stand in any answer."""
+    text = MESSAGES.replace("<|end|>{% endif %}\n{%- if m.tool_calls", "\n---{% endif %}\n{%- if m.tool_calls")
+    assert text != MESSAGES
+    says = MessageReader.under(format_of(text), ())
+    assert says("<say>One\n---\ntwo") == ("", "One\n---\ntwo", ())
 
 
 def test_the_next_message_is_no_tag_around_an_answer() -> None:
     """Where nothing stands behind the last answer."""
     text = source("<say>{{ m.content }}").replace("<|end|>", "")
-    assert reading_tags(tokenizer_with(text)) == (None, ("<say>",))
+    assert reading_tags(tokenizer_with(text)) == ReadingTags(None, ("<say>",))
 
 
-def test_a_clients_headers_open_no_message() -> None:
-    """Though a tag of thinking ends with one."""
-    tokenizer = tokenizer_with(MESSAGES)
-    tags, around = reading_tags(tokenizer)
-    output_format = select_format("auto", MESSAGES, TOKENS, None, thinking=tags, around=around)
-    template = ChatTemplate(tokenizer, tags=output_format.tags)
-    said = "Then <|end|><|turn|>assistant follows, and <say>."
-    asked = Message("user", (TextBlock("hi"),))
+@pytest.mark.parametrize("text", [MESSAGES, FOUND["around"]])
+def test_a_clients_tags_around_words_are_text(text: str) -> None:
+    """No template looks for them there; tags of thinking that a client sends back stay what they are."""
+    tokenizer, output_format = tokenizer_with(text), format_of(text)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, silent=output_format.silent_tags)
+    said, asked = "Then <|turn|>assistant follows, <say> and </say>.", Message("user", (TextBlock("hi"),))
     prompts = [
-        template.render((asked, Message("assistant", (TextBlock(text),)), asked), thinking=True) for text in (said, "x")
+        template.render((asked, Message("assistant", (TextBlock(words),)), asked), thinking=True)
+        for words in (said, "x")
     ]
-    for token in ("<|end|>", "<|turn|>", "<say>"):
+    for token in ("<|end|>", "<|turn|>", "<say>", "</say>"):
         assert len({prompt.ids.ids.count(tokenizer.token_id(token) or 0) for prompt in prompts}) == 1
     assert said in prompts[0].text
 

@@ -102,7 +102,7 @@ def test_words_stand_right_before_their_calls(name: str) -> None:
         text, bare = prompt.shown, written(of, (user("go"), *said("", "one", "two"), *said("", "three"), *later))
         assert text.count("[/INST]I look.[CALLS]") == 1 and text.count("[/RESULT] And\non. [CALLS]") == 1
         assert text.replace("I look.", "").replace(" And\non. ", "") == bare
-        assert not prompt.notes and not of.template.parts_words
+        assert CALL not in prompt.text and not prompt.notes and not of.template.parts_words
 
 
 def test_words_stand_behind_their_thinking() -> None:
@@ -135,7 +135,7 @@ def test_a_clients_marks_and_tags_stay_words() -> None:
     prompt = of.template.render(
         (user(f"go {CALL}"), *said(f"see [INST]{CALL}look[/INST]", "one", name=f"lo{CALL}ok")), (LOOK,), thinking=False
     )
-    assert CALL not in prompt.text and "see [INST]\ufffdlook[/INST][CALLS]lo\ufffdok[ARGS]" in prompt.text
+    assert "see [INST]\ufffdlook[/INST][CALLS]lo\ufffdok[ARGS]" in prompt.text
     for token in ("[INST]", "[/INST]", "[CALLS]", "[ARGS]"):
         assert prompt.ids.ids.count(of.tokenizer.token_id(token)) == 1
 
@@ -143,6 +143,11 @@ def test_a_clients_marks_and_tags_stay_words() -> None:
 REFUSED = {
     "calls without a tag": HEAD + BARE + TAIL,
     "answers in tags": HEAD + NAMED + TAIL.replace("{{ m.content }}", "[SAYS]{{ m.content }}[/SAYS]"),
+    "a line before answers": HEAD + NAMED + TAIL.replace("{{ m.content }}", "{{ '\\n' ~ m.content }}"),
+    "answers in tags behind thinking": HEAD
+    + THOUGHT
+    + NAMED
+    + TAIL.replace("{{ m.content }}", THOUGHT + "{% if m.reasoning_content %}[SAYS]{% endif %}{{ m.content }}"),
     "a text for no words": HEAD + "none" + NAMED + TAIL,
     "names shown as Python does": HEAD.replace("[RESULT]", "[RESULT]{{ [ns.name] }}: ") + NAMED + TAIL,
 }
@@ -193,6 +198,16 @@ def test_ids_may_hold_anything(call_id: str) -> None:
     call = ToolCallBlock(call_id, "look", '{"q": "one"}')
     message = Message("assistant", (TextBlock("I look."), call))
     assert f'I look.[CALLS][{{"id": "{call_id}", "name": "look"' in written(of, (user("go"), message))
+
+
+def test_a_result_that_names_id_and_call_alike_is_no_second_call() -> None:
+    """An opening is sought up to the mark before, not over it."""
+    each = '{"id": "{{ c.id }}", "name": "'
+    source = SOURCES["listed"].replace('{"name": "', each).replace(', "id": "{{ c.id }}"', "")
+    of = family_of(source.replace("[RESULT]", '[RESULT]{"id": "{{ m.tool_call_id }}", "name": "{{ ns.name }}"}: '))
+    assert not of.template.parts_words
+    text = written(of, (user("go"), *said("I look.", "one"), *said("And on.", "two")))
+    assert "[/INST]I look.[CALLS][" in text and "[/RESULT]And on.[CALLS][" in text
 
 
 @pytest.mark.parametrize("name", SOURCES)
