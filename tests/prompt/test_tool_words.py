@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.recordings import shared_folder
 from kvserve.core import Block, Message, TextBlock, ToolBlock, ToolCallBlock, ToolResultBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.control import BEFORE, BEHIND, CALL, LIVE, MARK, NOTHING
+from kvserve.prompt.control import BEFORE, BEHIND, LIVE, MARK, NOTHING
+from kvserve.prompt.control import CALL as NAME_MARK
 from kvserve.prompt.images_text import EDGE
 from kvserve.prompt.steps import function_dict
 from kvserve.prompt.template import ChatTemplate, _probed
@@ -38,7 +39,7 @@ EVERY_TEMPLATE = (
 
 HI = Message("user", (TextBlock("hi"),))
 CALL = Message("assistant", (ToolCallBlock("c1", "look", '{"q":"x"}'),))
-PRIVATE = EDGE + MARK + BEFORE + BEHIND + LIVE + NOTHING + CALL
+PRIVATE = EDGE + MARK + BEFORE + BEHIND + LIVE + NOTHING + NAME_MARK
 LATER = ToolSpec(
     "TaskCreate",
     "Makes a task.",
