@@ -302,7 +302,7 @@ def _with_words(model: Model, reference: Reference, turn: Wire, tools: Sequence[
     said = _without_empty_thinking(model, calls.text)
     if not _TAG.match(said):
         return NotRendered("a model's words before a call have no form: its calls begin with no tag")
-    return turn["content"] + said
+    return f"{turn['content']}{said}"
 
 
 def _opening(model: Model) -> str:

@@ -37,7 +37,7 @@ _REFUSES = "it refuses"
 _TWO_WAYS = "it writes two calls in different ways"
 _TOOLS = tuple(replace(PROBE_TOOL, name=name) for name in NAMES)
 
-_ENDINGS: tuple[tuple[Kind, ...], ...] = (("user",), ())
+ENDINGS: tuple[tuple[Kind, ...], ...] = (("user",), ())
 _DIGITS = re.compile(r"(\d+)")
 _OPEN_TAG_AT_END = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
 _TAG = re.compile(r"<[^<>\s]{2,}|\[/?[A-Z_]{2,}\]")
@@ -117,13 +117,21 @@ def find_call_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | No
     if not dialect.calls:
         return NoRow(_why_no_calls(prober, dialect.form))
     reasons, tags = [], REASONING_TAGS if own is None else (own, *REASONING_TAGS)
-    for ending in _ENDINGS:
+    for ending in ENDINGS:
         try:
             row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls, tags), reads)
             return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
         except Unlike as unlike:
             reasons.append(str(unlike))
     return NoRow(next((reason for reason in reasons if not reason.startswith(_REFUSES)), reasons[0]))
+
+
+def shown_row(prober: Prober, form: WireForm, ending: tuple[Kind, ...], tags: tuple[ThinkTags, ...]) -> CallRow:
+    """The row of a message of two calls alone, which is not verified. Raises Unlike."""
+    asker = _Asker(prober, form, ending, parallel=True, tags=tags)
+    row = _row(asker, *asker.answer(), [_gaps(*asker.calls(_easy(0), _easy(1)), None)])
+    _check_shape(asker, row)
+    return row
 
 
 def _why_no_calls(prober: Prober, form: WireForm) -> str:

@@ -126,20 +126,21 @@ class WireForm:
     `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
     `keeps_think_tags`: an empty reasoning saves a literal closing tag in the content. `wraps_raw_arguments`: arguments
     that are not a JSON object are put into one. `empty_text` is the replacement of empty text per role, `fills_calls`
-    whether it is also used beside calls. The messages of `named_roles` are written with their names.
+    whether it is also used beside calls, `nulls_empty_content` whether calls alone have the content None instead.
+    The messages of `named_roles` are written with their names.
     `describes_every_tool`: the template fails for a tool without a description. `joints` is what it writes between two
     texts of a message, per role; texts of other roles get a line each. `cuts_inline`: for these kinds, behind a result
     or not, the template cuts inline reasoning off as soon as something follows. `think_tags` are those of reasoning in
     a text. `preamble` is for words before a call until an answer follows, for which the template forgets thinking.
     `joins_system`: it writes a system's text as the beginning of the question behind it, and no mark of it.
-    `call_opening` stands before the first name of calls, and words of their message before that (`words_before.py`);
-    None: the template writes them itself, or not at all.
+    `call_opening` stands before the first name of calls, words of their message before that (`words_before.py`).
     """
 
     content_as_list: bool = False
     reasoning: str | None = None
     keeps_think_tags: bool = False
     omits_empty_content: bool = False
+    nulls_empty_content: bool = False
     call_ids: CallIds = "given"
     arguments_as_text: bool = False
     wraps_raw_arguments: bool = False
@@ -293,7 +294,7 @@ def _no_images() -> BadRequest:
 
 
 def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
-    """The dict for the template. No key has the value None: many templates write it out as "None"."""
+    """The dict for the template. None, which many templates write out as "None", stands only where the form has it."""
     words_before = form.call_opening is not None and bool(step.text and step.calls)
     step = replace(step, text="") if words_before else step
     role = ROLES[step.kind]
@@ -307,6 +308,8 @@ def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
         message[str(form.reasoning)] = step.reasoning
     if step.reasoning and form.reasoning == THINKING_PART:
         message["content"] = [{"type": "thinking", "thinking": step.reasoning}, {"type": "text", "text": text}]
+    elif step.calls and not text and form.nulls_empty_content:
+        message["content"] = None
     elif text or not (step.calls and form.omits_empty_content):
         message["content"] = [{"type": "text", "text": text}] if form.content_as_list else text
     if step.name is not None:

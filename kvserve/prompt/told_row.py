@@ -1,17 +1,27 @@
-"""Finds the form of calls that a chat template asks for in words and never writes, at load, in its rendering of a tool.
+"""Finds the form of calls of a chat template that has no place for them, at load: they stand in the text of an answer.
 
-Such a template (Granite 3's) has no place for calls: they stand in the text of an answer. What the words say is read as
-"<tag> followed by a JSON list"; a form in other words is not found.
+Either it asks for them in words, in its rendering of a tool (Granite 3's): these are read as "<tag> followed by a JSON
+list"; a form in other words is not found. Or it writes them beside the content None alone, and only two of a message
+whole (the first DeepSeek V3's).
 """
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 
 from kvserve.core import CallRow
+from kvserve.prompt.call_row import ENDINGS, shown_row
 from kvserve.prompt.compiled import CompiledTemplate
+from kvserve.prompt.conform import Dialect
+from kvserve.prompt.pair_row import Unlike
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
 from kvserve.prompt.reading_back import ReadsCalls, reads_back
+from kvserve.prompt.steps import THINK_TAGS, WireForm
+from kvserve.prompt.switches import keep_arguments
+from kvserve.prompt.thinking_tags import thinking_tags
 from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.writing import REASONING_TAGS
 
 _SENTENCE_END = re.compile(r"[.!?](?=[\s<\[]|\Z)|\n")
 _TAG = re.compile(r"<[^<>\s]{2,}>|\[[A-Z_]{2,}\]")
@@ -30,14 +40,34 @@ def told_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | None:
 
 
 def find_told_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | None:
-    """The row that the template's words ask for, verified with `reads`."""
-    if "tools" not in template.reads:
+    """The row that the template shows or its words ask for, verified with `reads`."""
+    shows, tells = "tool_calls" in template.source, "tools" in template.reads
+    if not shows and not tells:
         return None
-    prober = Prober(template, (PROBE_TOOL,))
-    dialect = probe(prober)
-    if dialect is None or dialect.calls or not dialect.tools:
+    dialect = probe(Prober(template, (PROBE_TOOL,)))
+    if dialect is None or dialect.calls:
         return None
-    told = prober.render(talk(["user"]), dialect.form)
+    row = _beside_no_content(template, reads) if shows else None
+    return row if row is not None or not dialect.tools else _in_words(template, dialect, reads)
+
+
+def _beside_no_content(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | None:
+    """That of two calls whose message has the content None."""
+    own = thinking_tags(template)
+    prober = Prober(template, arguments=keep_arguments(template), think_tags=own or THINK_TAGS)
+    tags = REASONING_TAGS if own is None else (own, *REASONING_TAGS)
+    for as_text, ending in product((False, True), ENDINGS):
+        form = WireForm(nulls_empty_content=True, arguments_as_text=as_text)
+        with suppress(Unlike):
+            row = shown_row(prober, form, ending, tags)
+            if row.between is not None and reads_back(row, reads):
+                return row
+    return None
+
+
+def _in_words(template: CompiledTemplate, dialect: Dialect, reads: ReadsCalls) -> CallRow | None:
+    """That of a list of calls behind the one tag that a sentence of the prompt asks for."""
+    told = Prober(template, (PROBE_TOOL,)).render(talk(["user"]), dialect.form)
     plain = Prober(template).render(talk(["user"]), dialect.form)
     if not isinstance(told, str) or not isinstance(plain, str):
         return None

@@ -1,4 +1,4 @@
-"""Calls that a template asks for in words, and has no place for."""
+"""Calls that a template has no place for, and asks for in words or shows beside the content None."""
 
 import json
 
@@ -16,7 +16,7 @@ from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.told_row import find_told_row
 from tests.calls import calls_of
 from tests.output.test_grammar import Setup, byte_tokenizer
-from tests.prompt.call_forms import ANY, READ, VARIABLES, conversation
+from tests.prompt.call_forms import ANY, READ, VARIABLES, conversation, found_row, source_of
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.vocabularies import TEMPLATES, template_family, tokens_in
 
@@ -75,6 +75,7 @@ def test_a_template_that_writes_calls_is_asked_for_what_it_writes() -> None:
     """Its words may be older than its form."""
     source = SOURCE.replace("{{ m.content }}", "{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls }}")
     assert row_of(source) is None
+    assert row_of(source_of("tags")) is None and isinstance(found_row("tags"), CallRow)
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +155,80 @@ def test_a_list_that_a_limit_ended_is_text() -> None:
         splitter = Splitter(output_format, starts_in_reasoning=False, tools=(ANY,))
         deltas = [*splitter.feed(text), *splitter.finish(cut=is_cut)]
         assert len(calls_of(deltas)) == num_calls
+
+
+# --- beside the content None ------------------------------------------------------------------------------------------
+
+SHOWN = (
+    "{% set ns = namespace(begun=false, behind=false) %}"
+    "{% for m in messages %}{% if m.role in ('user', 'system') %}<|user|>{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' and m.content is none %}{% for call in m.tool_calls %}"
+    "{{ '<|model|><|calls|>' if not ns.begun else '\n' }}<|call|>{{ call.type }}<|sep|>"
+    "{{ call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}<|call_end|>"
+    "{% if ns.begun %}<|calls_end|><|end|>{% endif %}{% set ns.begun = true %}{% endfor %}{% endif %}"
+    "{% if m.role == 'assistant' and m.content is not none %}<|model|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}"
+)
+"""As DeepSeek V3's first one: what ends a lone call and begins a second message of calls is missing."""
+
+SHOWN_ROW = CallRow(
+    ("<|calls|><|call|>function<|sep|>",),
+    ("\n```json\n",),
+    ("\n```<|call_end|>\n<|call|>function<|sep|>",),
+    ("\n```<|call_end|><|calls_end|>",),
+)
+
+
+def test_the_form_of_two_calls_beside_no_content_is_found() -> None:
+    """Of one alone no end is shown."""
+    assert row_of(SHOWN) == SHOWN_ROW
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="the shared templates are not here")
+def test_it_is_found_in_the_template_of_r1() -> None:
+    row = row_of_calls(template_family("r1_distill_llama").tokenizer)
+    assert isinstance(row, CallRow) and row.opening[0].startswith("<｜tool▁calls▁begin｜>")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("shown", "otherwise"),
+    [
+        ("m.content is none", "m.content == 'never'"),
+        ("<|calls|>", ""),
+        ("\n```json\n' + call.function.arguments", "\n```json\n' + call.function.arguments | upper"),
+    ],
+)
+def test_what_does_not_read_back_is_no_form(shown: str, otherwise: str) -> None:
+    """Calls that are not written at all, without what opens the message, and with other arguments."""
+    assert shown in SHOWN
+    assert row_of(SHOWN.replace(shown, otherwise)) != SHOWN_ROW
+
+
+def written_as_shown(calls: list[tuple[str, dict[str, object]]]) -> str:
+    each = [
+        f"<|call|>function<|sep|>{name}\n```json\n{json.dumps(arguments, ensure_ascii=False)}\n```<|call_end|>"
+        for name, arguments in calls
+    ]
+    return "<|calls|>" + "\n".join(each) + "<|calls_end|>"
+
+
+@given(values=st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=8), max_size=2), min_size=1, max_size=3))
+def test_what_is_shown_beside_no_content_is_read(values: list[dict[str, object]]) -> None:
+    """One call, and several."""
+    output_format = select_format("auto", SHOWN, tokens_in(SHOWN), None, SHOWN_ROW)
+    text = written_as_shown([("any", each) for each in values])
+    reasoning, content, calls = MessageReader.under(output_format, (ANY,))(text)
+    assert not reasoning and not content.strip()
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("any", each) for each in values]
+
+
+def test_the_history_has_what_is_shown_beside_no_content() -> None:
+    """Each message of calls whole, also the second one, which the template itself would begin with nothing."""
+    backend = byte_level_backend().from_str(byte_level_backend().to_str())
+    backend.add_special_tokens(tokens_in(SHOWN))
+    template = ChatTemplate(tokenizer_of(backend, SHOWN), tags=("<|calls|>",), row=SHOWN_ROW)
+    calls: list[tuple[str, dict[str, object]]] = [("read_file", {"path": "a\n``` b", "lines": 3}), ("any", {})]
+    talk = (*conversation(calls[:1]), *conversation(calls)[1:])
+    prompt = template.write(talk, (READ, ANY), thinking=False)
+    for said in (calls[:1], calls):
+        assert prompt.shown.count(f"<|model|>{written_as_shown(said)}<|end|>") == 1
