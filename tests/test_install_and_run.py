@@ -27,7 +27,7 @@ from types import ModuleType
 import pytest
 
 from tests.laws import IS_FULL, sampled, sampled_cells
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "install_and_run.py"

@@ -27,7 +27,7 @@ from kvserve.app.process import main
 from kvserve.cache.disk_worker import DiskWorker
 from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 from tests.serving import serving_app
 from tests.web.fakes import eventually
 

@@ -20,7 +20,7 @@ from kvserve.cli.doctor import OWN_FIELDS, Finding, findings, issue_text, pins, 
 from kvserve.engine.device import DeviceFacts
 from tests.cli.running import run, told
 from tests.models import tiny_model
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from kvserve.output.lark import quote
 from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.served_model import ServedModel
 from tests.e2e.servers import PROXY_START_SECONDS, wait_until
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 from tests.trace_lines import parse_line
 
 NUM_THINKING_TOKENS = 24

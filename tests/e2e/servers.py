@@ -22,7 +22,7 @@ from typing import Any
 from kvserve.config import Settings, setting_key
 from kvserve.proxy.generate import ProxyFiles
 from kvserve.proxy.ownership import PidFile, ProcessIdentity, identify
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 from tests.trace_lines import parse_line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,9 @@ import pytest
 
 from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
+from tests.ports import free_port
 from tests.proxy.reached import Reached
-from tests.proxy.stubs import KEY, LISTED, SERVED, Backend, Client, Running, Script, free_port
+from tests.proxy.stubs import KEY, LISTED, SERVED, Backend, Client, Running, Script
 
 
 @pytest.fixture(scope="session")

@@ -247,12 +247,6 @@ class Client:
         return connection
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Running:
     """A real LiteLLM that runs, where, and what it reported."""

@@ -18,7 +18,7 @@ from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.ownership import identify, is_port_free
 from tests.laws import sampled_cells
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from kvserve.settings.flags import DemoKind
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 from tests.scripts.conftest import run_script, script, start_script
 from tests.serving import AppUnderTest
 

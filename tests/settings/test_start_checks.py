@@ -29,7 +29,7 @@ from kvserve.settings.start_checks import (
     refuse_unusable_start,
 )
 from tests.laws import num_examples
-from tests.proxy.stubs import free_port
+from tests.ports import free_port
 
 FLAGS = ("--demo=tiny", "--no-disk-cache", "--no-proxy", "--port=0")
 """With them nothing but values can be refused, of every setting but the port."""
