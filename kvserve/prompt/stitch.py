@@ -7,7 +7,6 @@ It knows a tokenizer and one model's layout of turns; a reader that is handed in
 writings the ids are those of the whole text; with them the ids have the text's meaning.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +15,11 @@ from kvserve.prompt.behind_thinking import own_end, reads_as
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
+from kvserve.prompt.emitted import Emitted, closing_text, names_alike
 from kvserve.prompt.headless import Headless, Spoken, begins_alike, find_headless
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.piece_tokens import PieceTokens, joined_ids, joined_images, joined_starts
-from kvserve.prompt.steps import ThinkTags
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.token_replay import (
     MessageParts,
@@ -33,7 +32,6 @@ from kvserve.prompt.token_replay import (
 )
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
-from kvserve.prompt.writing import open_tag
 
 MEMO_BYTES = 128 * 2**20
 _WORD = "said"
@@ -55,18 +53,6 @@ class Stitched:
     num_replayed_turns: int
     num_tokenised_chars: int
     images: tuple[ImageSpan, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Emitted:
-    """A turn that the model wrote: its text with the prompt's `tail` before it, its content (None: it cannot be
-    replayed), its ids."""
-
-    written: Written
-    text: str
-    tail: str
-    said: MessageParts | None
-    tokens: PieceTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +101,7 @@ class Stitcher:
         self._shared: dict[int, int] = {}
         self._known: Memo[PieceTokens] = Memo(max_bytes * 3 // 8)
         self._said: Memo[MessageParts] = Memo(max_bytes // 4)
-        self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
+        self._emitted: Memo[Emitted] = Memo(max_bytes // 4)
         self._behind: Memo[_RestOfTurn] = Memo(max_bytes // 8)
 
     @classmethod
@@ -171,8 +157,19 @@ class Stitcher:
         is_open = bool(units) and units[-1].index == len(pieces) - 1
         tail = units[-1].index if is_open else _last_opener(pieces, self._layout)
         answers = units[:-1] if is_open and not prompt.continues else units
+        if is_open and not prompt.continues:
+            tail = self._begun(pieces, tail)
+            answers = [unit for unit in answers if unit.index < tail]
         replays = {} if says is None else self._replays(pieces, answers, writings, says, continues=prompt.continues)
         return self._joined(pieces, replays, tail, prompt.runs)
+
+    def _begun(self, pieces: Sequence[Piece], tail: int) -> int:
+        """The piece that begins what the template says itself before the answer's header, in messages that history has
+        not; `tail` where it says nothing."""
+        for first in range(tail - 1, max(tail - 1 - _MAX_END_PIECES, 0), -1):
+            if _text(pieces[first:tail]) in self._layout.begun:
+                return first
+        return tail
 
     def _whole(self, prompt: PromptText) -> Stitched:
         first = prompt.adds_special_tokens
@@ -262,9 +259,9 @@ class Stitcher:
                 continue
             if not begins_alike(units[span.start], emitted.text, emitted.tail, reader):
                 continue
-            if not _names_alike(emitted, units[span.start : span.stop], says):
+            if not names_alike(emitted, units[span.start : span.stop], says):
                 continue
-            closing = _closing(emitted, units[span.stop - 1], says, self._layout.reasoning_tags)
+            closing = closing_text(emitted, units[span.stop - 1], says, self._layout.reasoning_tags)
             if closing is None:
                 continue
             first, lead = self._before(pieces, start, done)
@@ -284,7 +281,7 @@ class Stitcher:
         return start, ""
 
     def _headless(
-        self, units: Sequence[Unit], at_or_after: int, emitted: _Emitted, says: RememberingReader, *, continues: bool
+        self, units: Sequence[Unit], at_or_after: int, emitted: Emitted, says: RememberingReader, *, continues: bool
     ) -> Headless | None:
         """Where the answer stands behind a result with which it is one piece, but for one that is to be continued."""
         if not self._layout.result_tails or emitted.written.opens_reasoning:
@@ -295,10 +292,10 @@ class Stitcher:
         if found is None or (continues and found.unit == len(units) - 1):
             return None
         unit = replace(units[found.unit], text=found.text)
-        return found if _names_alike(replace(emitted, said=spoken.said), [unit], says) else None
+        return found if names_alike(replace(emitted, said=spoken.said), [unit], says) else None
 
     def _behind_thinking(
-        self, pieces: Sequence[Piece], unit: Unit, emitted: _Emitted, says: ReadsMessages
+        self, pieces: Sequence[Piece], unit: Unit, emitted: Emitted, says: ReadsMessages
     ) -> _Replay | None:
         """What the model wrote behind thinking that its template drops, where the turn ends with the very text."""
         text = "".join(pieces[unit.index])
@@ -320,20 +317,22 @@ class Stitcher:
         self._behind.put(key, _RestOfTurn(emitted.written, replay), num_bytes)
         return replay
 
-    def _read(self, written: Written, says: ReadsMessages) -> _Emitted:
+    def _read(self, written: Written, says: ReadsMessages) -> Emitted:
         """The content of a turn's emitted ids, remembered by the object's identity; the object is kept."""
         key = (says.key, id(written))
         known = self._emitted.get(key)
         if known is not None and known.written is written:
             return known
-        ids = written.prefix_ids + written.ids
+        # Where the template's end is no stop token, the model wrote it, and more of a turn could have followed.
+        ended = written.ids[:-1] if written.ids[-1:] == (self.turn_end,) else written.ids
+        ids = written.prefix_ids + ended
         text = self._tokenizer.decode(ids)
         behind = behind_header(text, self._layout)
         said = None
         if behind is not None and self._ends_in_words(ids):
             said = says(behind.removeprefix(self._closed_thinking(written, says)))
         tail = self._tokenizer.decode(written.prefix_ids)
-        emitted = _Emitted(written, text, tail, said, self._with_starts(ids))
+        emitted = Emitted(written, text, tail, said, self._with_starts(ids))
         self._emitted.put(key, emitted, 2 * emitted.tokens.num_bytes(text))
         return emitted
 
@@ -356,39 +355,6 @@ class Stitcher:
         token, text = self._tokenizer.decode(ids[last : last + 1]), self._tokenizer.decode(ids[last:])
         said = text.removeprefix(token) if token in self._layout.ends else behind_header(text, self._layout)
         return said is not None and bool(said.strip())
-
-
-def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: ReadsMessages) -> bool:
-    """Whether the calls in the prompt have the ids that the model wrote, which their results name. A call that it wrote
-    without an id may have any."""
-    if emitted.said is None or not emitted.said[2]:
-        return True
-    rendered = shown(turn[0].text if len(turn) == 1 else "".join(unit.text for unit in turn))
-    if emitted.text.endswith(rendered):
-        return True
-    pairs = zip(says.ids(emitted.text, emitted.said), says.ids(rendered, emitted.said), strict=False)
-    return all(mine in ("", theirs) for mine, theirs in pairs)
-
-
-def _closing(emitted: _Emitted, last: Unit, says: ReadsMessages, tags: Sequence[ThinkTags]) -> str | None:
-    """The template's closing text of an answer that was cut in its thinking, without which the model would continue the
-    thinking later; "" for any other answer, None if it is unknown. `last` is the end of the turn with the same content.
-    """
-    reasoning, content, calls = emitted.said or ("", "", ())
-    if content or calls:
-        return ""
-    opened = open_tag(emitted.text, tags)
-    thought = reasoning or (opened[0] if opened is not None else "")
-    if not thought or not emitted.text.rstrip().endswith(thought):
-        return ""
-    rendered = shown(last.text)
-    # Of all places with these letters, the one where the thought ends: "h" is in "</think>", too.
-    places = (found.start() + len(thought) for found in re.finditer(f"(?={re.escape(thought)})", rendered))
-    end = next((place for place in places if says(rendered[:place])[0] == reasoning), None)
-    if end is None:
-        return None
-    closing = rendered[end:]
-    return closing.lstrip() if emitted.text[-1].isspace() or not closing.strip() else closing
 
 
 def _last_opener(pieces: Sequence[Piece], layout: TurnLayout) -> int:

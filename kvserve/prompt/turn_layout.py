@@ -38,7 +38,8 @@ class TurnLayout:
     it writes none. `result_header` is what answers to a tool's result begin with where they have no such header: the
     token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
     `others` behind it is no answer. `tails` are what a prompt's end has behind the header and
-    an answer in history has not. `reasoning_tags` may open thinking there.
+    an answer in history has not, `begun` whole messages before it that history has not (an empty one of thinking).
+    `reasoning_tags` may open thinking there.
 
     A result and the answer to it may be one piece, behind the token that ended the call's turn: one of `ends`, or of
     `joined`, which are openers elsewhere. `result_tails` are what stands there between the two: at a prompt's end, and
@@ -54,6 +55,7 @@ class TurnLayout:
     result_end: str = ""
     others: frozenset[str] = frozenset()
     tails: frozenset[str] = frozenset()
+    begun: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
     result_tails: tuple[tuple[str, str], ...] = ()
     result_ends: tuple[tuple[str, str], ...] = ()
@@ -90,10 +92,27 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     if is_anyones:
         return TurnLayout(openers, ends, end=end)
     kept, *tails = (text.removeprefix(header) for text in shown)
+    before = _between(text, _QUESTION_WORDS, header)
     layout = TurnLayout(
-        openers, ends, header, end, tails=frozenset(tails) - {kept}, reasoning_tags=template.reasoning_tags
+        openers,
+        ends,
+        header,
+        end,
+        tails=frozenset(tails) - {kept},
+        begun=frozenset(_begun(template, openers, header, before)),
+        reasoning_tags=template.reasoning_tags,
     )
     return _with_results(template, layout, added.values())
+
+
+def _begun(template: ChatTemplate, openers: frozenset[str], header: str, before: str) -> Iterator[str]:
+    """What stands at a prompt's end between `before`, which ends a question, and the answer's header, mode by mode,
+    where that is messages of their own."""
+    for thinking in (False, True):
+        tail = _from_words(_written(template, _QUESTION, thinking=thinking), _QUESTION[-1][1])
+        messages = tail.rpartition(header)[0].removeprefix(before)
+        if tail.startswith(before) and messages.startswith(tuple(openers)):
+            yield messages
 
 
 def _with_results(template: ChatTemplate, layout: TurnLayout, added: Collection[str]) -> TurnLayout:

@@ -1,0 +1,92 @@
+"""Turns before which a template itself says something, in a message of its own that history has not."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from kvserve.core import Message, TextBlock
+from kvserve.output.formats import select_format
+from kvserve.prompt.answer_tags import reading_tags
+from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.turn_layout import TurnLayout
+from tests.prompt.samples import byte_level_backend, tokenizer_of
+from tests.prompt.turns import Family, Talk, in_odd_tokens, num_common
+
+TOKENS = ("<|turn|>", "<|end|>", "<|stop|>", "<muse>", "<say>")
+SOURCE = """{% for m in messages %}{% if m.role == 'assistant' %}
+{%- if m.reasoning and loop.last %}<|turn|>assistant<muse>{{ m.reasoning }}<|end|>{% endif %}
+{%- if m.tool_calls %}<|turn|>assistant{% for c in m.tool_calls %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|end|>
+{%- else %}<|turn|>assistant<say>{{ m.content }}<|end|>{% endif %}
+{%- else %}<|turn|>{{ m.role }}<say>{{ m.content }}<|end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}
+{{- '<|turn|>assistant<muse><|end|>' }}{% endif %}<|turn|>assistant{% endif %}"""
+"""With thinking off a prompt ends with an empty message of thinking; `<|end|>` ends each message of a turn."""
+
+EMPTY = "<|turn|>assistant<muse><|end|>"
+CALL = '<tool_call>\n{"name": "look", "arguments": {"q":"x  y"}}\n</tool_call>'
+
+
+@cache
+def family_of(*stops: str) -> Family:
+    backend = byte_level_backend().from_str(byte_level_backend().to_str())
+    backend.add_special_tokens([*TOKENS])
+    ids = frozenset(backend.token_to_id(stop) for stop in stops)
+    tokenizer = replace(tokenizer_of(backend, SOURCE), stop_token_ids=ids)
+    tags = reading_tags(tokenizer)
+    output_format = select_format("auto", SOURCE, TOKENS, None, None, tags.thinking, tags.around, tags.between)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, silent=output_format.silent_tags)
+    markers = learn_markers(tokenizer, template)
+    return Family("begun", tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+
+
+def told(of: Family, *, thinking: bool, layout: TurnLayout | None = None) -> list[bool]:
+    """Of a talk of an answer, two calls and an answer: for each turn whether all before it was kept."""
+    stitcher = (
+        of.stitcher if layout is None else Stitcher(of.tokenizer, of.markers, layout, control=of.template.control)
+    )
+    talk, kept, are_kept = Talk(replace(of, stitcher=stitcher), thinking=thinking), tuple[int, ...](), list[bool]()
+    talk.say("hi")
+    for said in ("<say>So it  is.", CALL, CALL * 2, "<say>Two.", "<say>Again."):
+        after = talk.stitched()
+        are_kept.append(num_common(kept, after.ids) == len(kept))
+        kept = talk.answer(in_odd_tokens(of.tokenizer, said))
+        if not talk.results("found"):
+            talk.say("and?")
+    return are_kept[1:]
+
+
+def test_what_a_prompt_ends_with_before_an_answer_is_found() -> None:
+    of = family_of("<|stop|>")
+    assert of.stitcher.layout.begun == {EMPTY}
+    asked = (Message("user", (TextBlock("hi"),)),)
+    assert of.template.write(asked, thinking=False).shown.endswith(f"{EMPTY}<|turn|>assistant")
+
+
+@pytest.mark.parametrize("stops", [("<|stop|>",), ("<|stop|>", "<|end|>")])
+def test_turns_keep_what_the_template_said_before_them(stops: tuple[str, ...]) -> None:
+    """With thinking off; with thinking on there is nothing, and no turn gets any."""
+    of = family_of(*stops)
+    assert told(of, thinking=False) == [True] * 4
+    assert told(of, thinking=True) == [True] * 4
+
+
+def test_without_it_no_such_turn_is_kept() -> None:
+    of = family_of("<|stop|>")
+    layout = replace(of.stitcher.layout, begun=frozenset())
+    assert told(of, thinking=False, layout=layout) == [False] * 4
+
+
+def test_a_turn_whose_end_the_model_wrote_is_kept() -> None:
+    """The template's end is no stop token: the model writes it, then what stops it."""
+    of = family_of("<|stop|>")
+    talk = Talk(of, thinking=False)
+    talk.say("hi")
+    kept = talk.answer(in_odd_tokens(of.tokenizer, "<say>So it is.") + of.tokenizer.encode("<|end|>"))
+    talk.say("and?")
+    assert num_common(kept, talk.stitched().ids) == len(kept)
+    assert talk.messages[1].blocks == (TextBlock("So it is."),)
