@@ -377,16 +377,20 @@ def test_parallel_calls_written_as_messages_each_are_one_turn() -> None:
     assert after.num_replayed_turns == 1 and num_common(kept, after.ids) == len(kept)
 
 
-@pytest.mark.parametrize("ending", ["<|end|>", "<|end|><|start|>assistant", "<|end|><|start|>"])
-def test_an_answer_cut_between_two_of_its_messages_is_rendered(ending: str) -> None:
-    """The template's end behind such ids would be no message at all."""
+@pytest.mark.parametrize(
+    ("ending", "num_replayed"), [("<|end|>", 1), ("<|end|><|start|>assistant", 0), ("<|end|><|start|>", 0)]
+)
+def test_an_answer_cut_between_two_of_its_messages_stands_as_the_template_writes_it(
+    ending: str, num_replayed: int
+) -> None:
+    """Its end stands there once: a second one, or one behind a header, would be no message at all."""
     of = family("gpt_oss")
     talk = Talk(of, tools=())
     talk.say("hi")
     talk.answer(of.tokenizer.encode(f"<|channel|>final<|message|>yes{ending}"), cut=True)
     talk.say("go")
     after = talk.stitched()
-    assert (after.num_replayed_turns, of.tokenizer.decode(after.ids)) == (0, talk.prompt().shown)
+    assert (after.num_replayed_turns, of.tokenizer.decode(after.ids)) == (num_replayed, talk.prompt().shown)
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
