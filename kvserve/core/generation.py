@@ -34,9 +34,9 @@ class Written:
     """An assistant's turn that the model wrote here, so that its exact tokens can be said again.
 
     `message` is what the answer was parsed to, `prefix_ids` the end of the prompt from the start of the message that
-    the model went on with (the generation tail), `ids` what the model emitted after it, without the stop token and
-    without a stop string; where such a string began inside a token, the text before it is tokenised anew.
-    `opens_reasoning`: the tail ended inside an opened thinking block.
+    the model went on with (the generation tail), or of the template's own messages before it, `ids` what the model
+    emitted after it, without the stop token and without a stop string; where such a string began inside a token, the
+    text before it is tokenised anew. `opens_reasoning`: the tail ended inside an opened thinking block.
     """
 
     message: Message

@@ -18,13 +18,15 @@ from kvserve.prompt.writing import open_tag
 @dataclass(frozen=True, slots=True)
 class Emitted:
     """A turn that the model wrote: its text with the prompt's `tail` before it, its content (None: it cannot be
-    replayed), its ids."""
+    replayed), its ids. Where it `has_ended`, the model wrote the template's end behind it, which is in neither.
+    """
 
     written: Written
     text: str
     tail: str
     said: MessageParts | None
     tokens: PieceTokens
+    has_ended: bool
 
 
 def names_alike(emitted: Emitted, turn: Sequence[Unit], says: ReadsMessages) -> bool:

@@ -43,8 +43,8 @@ class Stitched:
     """A prompt as model tokens.
 
     `tail_ids` becomes the answer's `Written.prefix_ids`: the ids from the start of the message that the model
-    continues. `num_replayed_turns` turns have the ids that the model emitted; `num_tokenised_chars` characters were
-    new. `images` are the runs of ids of images.
+    continues, or of those that the template itself wrote before it. `num_replayed_turns` turns have the ids that the
+    model emitted; `num_tokenised_chars` characters were new. `images` are the runs of ids of images.
     """
 
     ids: tuple[int, ...]
@@ -158,18 +158,22 @@ class Stitcher:
         tail = units[-1].index if is_open else _last_opener(pieces, self._layout)
         answers = units[:-1] if is_open and not prompt.continues else units
         if is_open and not prompt.continues:
-            tail = self._begun(pieces, tail)
+            tail = self._with_own_messages(pieces, tail)
             answers = [unit for unit in answers if unit.index < tail]
         replays = {} if says is None else self._replays(pieces, answers, writings, says, continues=prompt.continues)
         return self._joined(pieces, replays, tail, prompt.runs)
 
-    def _begun(self, pieces: Sequence[Piece], tail: int) -> int:
-        """The piece that begins what the template says itself before the answer's header, in messages that history has
-        not; `tail` where it says nothing."""
-        for first in range(tail - 1, max(tail - 1 - _MAX_END_PIECES, 0), -1):
-            if _text(pieces[first:tail]) in self._layout.begun:
-                return first
-        return tail
+    def _with_own_messages(self, pieces: Sequence[Piece], tail: int) -> int:
+        """The piece that begins the template's own messages before the answer's header, which history has not; `tail`
+        where there are none."""
+        longest = max(map(len, self._layout.own_messages), default=0)
+        found, first, text = tail, tail - 1, ""
+        while first > 0 and len(text) < longest:
+            text = "".join(pieces[first]) + text
+            if text in self._layout.own_messages:
+                found = first
+            first -= 1
+        return found
 
     def _whole(self, prompt: PromptText) -> Stitched:
         first = prompt.adds_special_tokens
@@ -242,6 +246,8 @@ class Stitcher:
             found = None if is_next else self._headless(units, unit, emitted, reader, continues=continues)
             if found is not None and (span is None or found.unit < span.start):
                 piece = units[found.unit].index
+                if not self._ends(pieces, piece + 1, emitted):
+                    continue
                 replays[piece] = _Replay(piece + 1, emitted.tokens, lead=found.lead)
                 unit, done = found.unit + 1, piece + 1
                 continue
@@ -255,7 +261,9 @@ class Stitcher:
                 continue
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
             # The model continues right behind an unfinished turn: there white space counts, too.
-            if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
+            if continues and span.stop == len(units) and not self._is_text(emitted, pieces[start:stop]):
+                continue
+            if not self._ends(pieces, stop, emitted):
                 continue
             if not begins_alike(units[span.start], emitted.text, emitted.tail, reader):
                 continue
@@ -268,6 +276,14 @@ class Stitcher:
             replays[first] = _Replay(stop, emitted.tokens, closing, lead)
             unit, done = span.stop, stop
         return replays
+
+    def _is_text(self, emitted: Emitted, turn: Sequence[Piece]) -> bool:
+        """Whether this is its text, but for the template's own messages before it."""
+        return emitted.text.removesuffix(shown(_text(turn))) in ("", *self._layout.own_messages)
+
+    def _ends(self, pieces: Sequence[Piece], stop: int, emitted: Emitted) -> bool:
+        """Whether an end that the model wrote is said by the piece behind the turn: a template may end it otherwise."""
+        return not emitted.has_ended or (stop < len(pieces) and pieces[stop][0] == self._layout.end)
 
     def _before(self, pieces: Sequence[Piece], start: int, done: int) -> tuple[int, str]:
         """The piece from which on other text stands before the answer at `start` than history has, and that text: how a
@@ -323,16 +339,16 @@ class Stitcher:
         known = self._emitted.get(key)
         if known is not None and known.written is written:
             return known
-        # Where the template's end is no stop token, the model wrote it, and more of a turn could have followed.
-        ended = written.ids[:-1] if written.ids[-1:] == (self.turn_end,) else written.ids
-        ids = written.prefix_ids + ended
+        # Where the template's end is no stop token, the model writes it; the prompt's next piece says it.
+        has_ended = written.ids[-1:] == (self.turn_end,)
+        ids = written.prefix_ids + (written.ids[:-1] if has_ended else written.ids)
         text = self._tokenizer.decode(ids)
         behind = behind_header(text, self._layout)
         said = None
         if behind is not None and self._ends_in_words(ids):
             said = says(behind.removeprefix(self._closed_thinking(written, says)))
         tail = self._tokenizer.decode(written.prefix_ids)
-        emitted = Emitted(written, text, tail, said, self._with_starts(ids))
+        emitted = Emitted(written, text, tail, said, self._with_starts(ids), has_ended)
         self._emitted.put(key, emitted, 2 * emitted.tokens.num_bytes(text))
         return emitted
 

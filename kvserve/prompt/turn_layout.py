@@ -38,8 +38,8 @@ class TurnLayout:
     it writes none. `result_header` is what answers to a tool's result begin with where they have no such header: the
     token `result_end`, which ends the result, and what follows it; "" otherwise. A message that begins with one of
     `others` behind it is no answer. `tails` are what a prompt's end has behind the header and
-    an answer in history has not, `begun` whole messages before it that history has not (an empty one of thinking).
-    `reasoning_tags` may open thinking there.
+    an answer in history has not, `own_messages` an assistant's whole messages before that header (an empty one of
+    thinking). `reasoning_tags` may open thinking there.
 
     A result and the answer to it may be one piece, behind the token that ended the call's turn: one of `ends`, or of
     `joined`, which are openers elsewhere. `result_tails` are what stands there between the two: at a prompt's end, and
@@ -55,7 +55,7 @@ class TurnLayout:
     result_end: str = ""
     others: frozenset[str] = frozenset()
     tails: frozenset[str] = frozenset()
-    begun: frozenset[str] = frozenset()
+    own_messages: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
     result_tails: tuple[tuple[str, str], ...] = ()
     result_ends: tuple[tuple[str, str], ...] = ()
@@ -99,19 +99,21 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
         header,
         end,
         tails=frozenset(tails) - {kept},
-        begun=frozenset(_begun(template, openers, header, before)),
+        own_messages=frozenset(_own_messages(template, header, before)),
         reasoning_tags=template.reasoning_tags,
     )
     return _with_results(template, layout, added.values())
 
 
-def _begun(template: ChatTemplate, openers: frozenset[str], header: str, before: str) -> Iterator[str]:
+def _own_messages(template: ChatTemplate, header: str, before: str) -> Iterator[str]:
     """What stands at a prompt's end between `before`, which ends a question, and the answer's header, mode by mode,
-    where that is messages of their own."""
+    where that begins as an answer does. Another's message (an instruction of the template's) stands there in history,
+    too, or belongs to no turn.
+    """
     for thinking in (False, True):
         tail = _from_words(_written(template, _QUESTION, thinking=thinking), _QUESTION[-1][1])
         messages = tail.rpartition(header)[0].removeprefix(before)
-        if tail.startswith(before) and messages.startswith(tuple(openers)):
+        if messages.startswith(header):
             yield messages
 
 

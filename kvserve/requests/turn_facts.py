@@ -20,9 +20,9 @@ class Prompt:
     """What the model will see of a turn.
 
     `opens_reasoning`: the model's text begins inside its thinking. `continues`: it goes on with the last message, an
-    assistant's, whose text so far is `begun`. `tail_ids` are the tokens from that place's message opener on.
-    `num_replayed_turns` turns of the history have the very ids that the model emitted. `num_marked_tokens` reach up to
-    where the client marked the prompt for caching.
+    assistant's, whose text so far is `begun`. `tail_ids` are the tokens from the opener of that message on, or of those
+    that the template itself wrote before it. `num_replayed_turns` turns of the history have the very ids that the model
+    emitted. `num_marked_tokens` reach up to where the client marked the prompt for caching.
     """
 
     text: str
