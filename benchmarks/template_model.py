@@ -1,23 +1,18 @@
 """A model's folder as the server has it before its weights are there: tokenizer, template, markers, stitcher, format of
 answers; and conversations as its clients send them.
 
-It joins what `app/model_factory.py` joins of these; it judges nothing.
+It judges nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from benchmarks.template_reference import Conversation, Wire
-from kvserve.app.model_factory import read_calls, row_behind_words, row_of_calls, unheld_calls
-from kvserve.core import CallRow, Message, RequestDefaults, RequestId, SamplingParams, ToolSpec
-from kvserve.engine.tool_parser import library_tool_parser
-from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.tool_parsers.foreign import ForeignCallForm
-from kvserve.prompt.answer_tags import reading_tags
-from kvserve.prompt.boundaries import MessageMarkers, learn_markers
-from kvserve.prompt.call_row import NoRow
+from kvserve.app.learned_template import learn_template, read_calls
+from kvserve.core import Message, RequestDefaults, RequestId, SamplingParams, ToolSpec
+from kvserve.output.formats import OutputFormat
+from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
@@ -53,33 +48,17 @@ def load_model(folder: Path, template_source: str | None = None) -> Model:
     """With the template in `template_source` in the place of the folder's own, if one is given. Raises ModelLoadError
     for a folder that cannot be served."""
     tokenizer = load_tokenizer(folder, template_source)
-    added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
-    source = tokenizer.chat_template or ""
-    row = row_of_calls(tokenizer)
-    derived = row if isinstance(row, CallRow) else None
-    parser = library_tool_parser(folder, tokenizer.chat_template) if isinstance(row, NoRow) else None
-    foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    tags = reading_tags(tokenizer)
-    output_format = select_format("auto", source, added, foreign, derived, tags.thinking, tags.around, tags.between)
-    behind_words = partial(row_behind_words, tokenizer, row)
-    template = ChatTemplate(
-        tokenizer,
-        tags=output_format.tags,
-        row=output_format.row,
-        row_behind_words=behind_words,
-        silent=output_format.silent_tags,
-    )
-    markers = learn_markers(tokenizer, template)
-    stitcher = Stitcher.of(tokenizer, template, markers)
+    learned = learn_template(tokenizer, folder)
+    row = learned.output_format.row
     return Model(
         tokenizer,
-        template,
-        markers,
-        stitcher,
-        output_format,
-        CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
-        unheld_calls(template, output_format, row),
-        CallWords(derived) if derived is not None and derived == told_row(tokenizer, read_calls) else None,
+        learned.template,
+        learned.markers,
+        learned.stitcher,
+        learned.output_format,
+        learned.call_ids,
+        learned.unheld_calls,
+        CallWords(row) if row is not None and row == told_row(tokenizer, read_calls) else None,
     )
 
 

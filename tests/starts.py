@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.app import model_factory, model_swap
+from kvserve.app import learned_template, model_swap
 from kvserve.core import SamplingParams
 from kvserve.engine import decode, draft_support, engine_start, pass_costs, vision_check
 from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen, DraftSupport
@@ -50,7 +50,7 @@ well, which takes a third of a second. Here nothing is frozen, so what a model l
 
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
 _find_draft_support = decode.find_draft_support
-_probed, _row_of_calls = template._probed, model_factory.row_of_calls
+_probed, _row_of_calls = template._probed, learned_template.row_of_calls
 _check_vision = vision_check.check_vision
 _surroundings = engine_start.surroundings
 _surroundings_once = cache(_surroundings)
@@ -151,8 +151,8 @@ def remembered_starts() -> Iterator[None]:
             patch.setattr(engine_start, "surroundings", _surroundings_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
-        if model_factory.row_of_calls is _row_of_calls:
-            patch.setattr(model_factory, "row_of_calls", _row_of_calls_once)
+        if learned_template.row_of_calls is _row_of_calls:
+            patch.setattr(learned_template, "row_of_calls", _row_of_calls_once)
         if not IS_FULL:
             patch.setattr(model_swap, "gc", _THAWED_GC)
         yield

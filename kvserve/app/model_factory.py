@@ -8,51 +8,37 @@ model's template writes calls is the one that is read and held is found out by w
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import llguidance
 
 from kvserve.app.catalogue import ModelSource
 from kvserve.app.draft_choice import all_weight_file_bytes, draft_folder
+from kvserve.app.learned_template import LearnedTemplate, learn_template
 from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 from kvserve.config import DiskMode, Settings
-from kvserve.core import CallRow, RequestDefaults, ToolSpec
+from kvserve.core import RequestDefaults
 from kvserve.core.keeping import Scope
 from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.fingerprint import records_fingerprint
 from kvserve.engine.memory import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
 from kvserve.engine.model_files import FileStamps, check_weights, differing, file_stamps
-from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
-from kvserve.output.formats import OutputFormat, may_spell_values, own_call_tag, select_format
-from kvserve.output.said import GeneratedMessage, MessageReader
-from kvserve.output.tool_parsers.foreign import ForeignCallForm
-from kvserve.prompt.answer_tags import reading_tags
-from kvserve.prompt.boundaries import learn_markers
-from kvserve.prompt.call_row import NoRow, call_row
-from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
-from kvserve.prompt.probe import PROBE_TOOL
-from kvserve.prompt.reading_back import reads_back
-from kvserve.prompt.result_proof import lost_behind_results
-from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
-from kvserve.prompt.told_row import told_row
-from kvserve.requests.call_ids import CallIds
 from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import Observer
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
+from kvserve.sessions.stores import StoreLimits
 from kvserve.warming.prewarming import UNKNOWN_TOKEN, warm_learned
 
 
@@ -87,50 +73,24 @@ class ModelFactory:
         self.described[folder] = file_stamps(folder)
         check_folder(folder)
         check_weights(folder)
-        given = source.chat_template
-        tokenizer = load_tokenizer(folder, given.source if given is not None else None)
-        added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
-        row = row_of_calls(tokenizer)
-        output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
-        behind_words = partial(row_behind_words, tokenizer, row)
-        template = ChatTemplate(
-            tokenizer,
-            limits.placed_bytes,
-            output_format.tags,
-            output_format.row,
-            row_behind_words=behind_words,
-            silent=output_format.silent_tags,
-        )
-        if given is not None and (reason := template.why_plain) is not None:
-            raise ModelLoadError(f"CHAT_TEMPLATE={str(given.path)!r} cannot be used: no user's message ({reason}).")
-        if (unheld := unheld_calls(template, output_format, row)) is not None:
-            self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
-        if template.parts_words:
-            self.note(f"{source.name}: words before a call stand in a message of their own: it has no place for them")
-        markers = learn_markers(tokenizer, template)
-        stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
-        if stitcher.unreplayed is not None:
-            self.note(f"{source.name}: answers do not keep their own tokens in the next prompt: {stitcher.unreplayed}")
-        says = MessageReader.under(output_format, (PROBE_TOOL,))
-        if (lost := lost_behind_results(tokenizer, template, stitcher, says)) is not None:
-            self.note(
-                f"{source.name}: answers to tools' results do not keep their own tokens in the next prompt: {lost}"
-            )
-        bounds = output_format.thinking_bounds
+        learned = self._learned(source, limits)
+        for note in learned.notes():
+            self.note(f"{source.name}: {note}")
+        tokenizer, bounds = learned.tokenizer, learned.output_format.thinking_bounds
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(source, tokenizer)
-        identity = replace(self.identity, limits=limits)
         drafts = self._draft_texts(engine, folder)
-        conversations = self._conversations(engine, source, identity)  # last: its file is open from here on
+        # Last: its file is open from here on.
+        conversations = self._conversations(engine, source, replace(self.identity, limits=limits))
         return ServedModel(
             name=source.name,
             tokenizer=tokenizer,
-            template=template,
-            markers=markers,
-            stitcher=stitcher,
-            output_format=output_format,
-            added_tokens=added_tokens,
+            template=learned.template,
+            markers=learned.markers,
+            stitcher=learned.stitcher,
+            output_format=learned.output_format,
+            added_tokens=learned.added_tokens,
             closing_ids=tokenizer.encode(bounds.closing) if bounds is not None else (),
             engine=engine,
             defaults=self.defaults,
@@ -139,10 +99,24 @@ class ModelFactory:
             observe=self.observe,
             isolates_tenants=self.settings.tenant_isolation,
             conversations=conversations,
-            call_ids=CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
-            unheld_calls=unheld,
+            call_ids=learned.call_ids,
+            unheld_calls=learned.unheld_calls,
             drafts=drafts,
         )
+
+    def _learned(self, source: ModelSource, limits: StoreLimits) -> LearnedTemplate:
+        """Raises ModelLoadError for a template that was given and cannot write a user's message."""
+        given, folder = source.chat_template, source.folder
+        learned = learn_template(
+            load_tokenizer(folder, given.source if given is not None else None),
+            folder,
+            family=self.settings.model_family,
+            placed_bytes=limits.placed_bytes,
+            memo_bytes=limits.memo_bytes,
+        )
+        if given is not None and (reason := learned.template.why_plain) is not None:
+            raise ModelLoadError(f"CHAT_TEMPLATE={str(given.path)!r} cannot be used: no user's message ({reason}).")
+        return learned
 
     def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
         """The same model with an engine that has not started: one that has ended cannot start again. What it drafted
@@ -332,68 +306,3 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
         return made[vocab_size]
 
     return make
-
-
-def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> GeneratedMessage:
-    """What `text` says to a model that writes calls in this row's form."""
-    return MessageReader.under(select_format("auto", "", (), None, row), tools)(text)
-
-
-def row_of_calls(tokenizer: Tokenizer) -> CallRow | NoRow | None:
-    """How the template writes calls, or asks for them in words, or why that could not be told; None where they are read
-    anyway."""
-    template = tokenizer.chat_template or ""
-    if own_call_tag(template) is None:
-        found = call_row(tokenizer, read_calls)
-        told = told_row(tokenizer, read_calls) if isinstance(found, NoRow) else None
-        return found if told is None else told
-    row = call_row(tokenizer, read_calls) if may_spell_values(template) else None
-    return row if isinstance(row, CallRow) else None
-
-
-def row_behind_words(tokenizer: Tokenizer, row: CallRow | NoRow | None) -> CallRow | None:
-    """How the template writes calls, if words before them are read as words; `row` is that of `row_of_calls`."""
-    found = call_row(tokenizer, read_calls) if row is None else row
-    return found if isinstance(found, CallRow) and reads_back(found, read_calls, "I look.") else None
-
-
-def _output_format(
-    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str], row: CallRow | NoRow | None
-) -> OutputFormat:
-    """How the model marks its output. `row` is how its template writes calls, None where they are read anyway; mlx-lm
-    is asked only where that could not be told."""
-    template, tags = tokenizer.chat_template or "", reading_tags(tokenizer)
-    own = (tags.thinking, tags.around, tags.between)
-    if not isinstance(row, NoRow):
-        return select_format(settings.model_family, template, added_tokens, None, row, *own)
-    parser = library_tool_parser(folder, tokenizer.chat_template)
-    foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign, None, *own)
-
-
-# --- the form of calls -----------------------------------------------------------------------------------------------
-
-
-CALLED = ToolSpec(FUNCTION, "", {"type": "object", "properties": {ARGUMENT: {"type": "string"}}})
-
-
-def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallRow | NoRow | None) -> str | None:
-    """Why promises of calls are not kept in the form of the template, None where they are; `row` is what was derived,
-    None where a form that is read anyway stands in the template, if only in its words.
-
-    Where a template has no words for tools, the server's own name the form that is held.
-    """
-    why = row.reason if isinstance(row, NoRow) else "it does not read back"
-    if output_format.tool_forms[0].name == "foreign":
-        return f"only mlx-lm reads the form of its chat template ({why})"
-    text = template.shown_call
-    if text is None:
-        is_unknown = isinstance(row, NoRow) and template.accepts_tools
-        return f"its chat template lists tools and shows no call ({why})" if is_unknown else None
-    said = MessageReader.under(output_format, (CALLED,))(text)
-    if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
-        return f"what its chat template writes of a call is content here ({why})"
-    if said.content:
-        return f"what its chat template writes around a call is content here: {said.content!r}"
-    around = next((tag for tag in output_format.silent_tags if tag in text), None)
-    return f"its chat template writes {around} around a call, and forced calls come without" if around else None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.app.model_factory import read_calls, row_of_calls, unheld_calls
+from kvserve.app.learned_template import read_calls, row_of_calls, unheld_calls
 from kvserve.core import CallRow
 from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.foreign import ForeignCallForm

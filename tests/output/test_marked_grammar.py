@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from kvserve.app.model_factory import unheld_calls
+from kvserve.app.learned_template import unheld_calls
 from kvserve.core import JsonObject, ToolCallBlock, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.prompt.boundaries import learn_markers

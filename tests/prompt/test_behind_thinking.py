@@ -7,16 +7,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.prompt.behind_thinking import own_end
-from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.control import shown
-from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
 from tests.laws import num_examples
 from tests.prompt.samples import byte_level_backend, sentencepiece_backend, tokenizer_of
-from tests.prompt.turns import CALL, Family, Talk, answer_text, family, in_odd_tokens
+from tests.prompt.turns import CALL, Talk, answer_text, family, in_odd_tokens, learned_family
 
 DROPS = ("qwen3", "gpt_oss", "gemma4", "qwen3_next")
 """Families whose templates leave out the thinking of earlier answers."""
@@ -111,17 +107,14 @@ def test_a_tokenizer_that_begins_each_text_with_a_blank_adds_none(decoder: str, 
     backend.add_special_tokens(list(tokens))
     tokenizer = tokenizer_of(backend, DROPPED.replace("END", end))
     tokenizer = replace(tokenizer, stop_token_ids=frozenset({backend.token_to_id("<|over|>")}))
-    output_format = select_format("auto", DROPPED, tokens, None)
-    template = ChatTemplate(tokenizer, tags=output_format.tags)
-    markers = learn_markers(tokenizer, template)
-    of = Family("small", tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+    of = learned_family("small", tokenizer)
     assert of.stitcher.replays
     for words in ("hello.", "the hello, the", "he"):
         talk = Talk(of, tools=())
         talk.say("hi")
         talk.answer(tokenizer.encode("<think>hm</think>") + tokenizer.encode(words))
         talk.say("and now?")
-        after, whole = talk.stitched().ids, template.control.encode(talk.prompt().text)
+        after, whole = talk.stitched().ids, of.template.control.encode(talk.prompt().text)
         assert "hm" not in tokenizer.decode(after) and tokenizer.decode(after) == tokenizer.decode(whole)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from kvserve.app.model_factory import read_calls
+from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, CallSlot, ContentDelta, JsonObject, ReasoningDelta, ResponseFormat, ToolChoice
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.grammar import AnswerStart, build_grammar

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import mistral
 
-from kvserve.app.model_factory import read_calls
+from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, CallSlot, Grammar, JsonObject, ToolChoice, ToolSpec
 from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat, select_format

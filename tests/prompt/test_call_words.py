@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from kvserve.app.model_factory import unheld_calls
+from kvserve.app.learned_template import unheld_calls
 from kvserve.core import CallRow, Message, TextBlock, ToolBlock, ToolChoice, ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.said import MessageReader

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from kvserve.app.model_factory import read_calls
+from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, Message, TextBlock, ToolResultBlock, ToolSpec
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.app.model_factory import read_calls
+from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, JsonObject, PairParts, Spelling, ToolCallBlock, ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.splitter import Splitter

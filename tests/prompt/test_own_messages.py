@@ -6,14 +6,10 @@ from functools import cache
 import pytest
 
 from kvserve.core import Message, TextBlock
-from kvserve.output.formats import select_format
-from kvserve.prompt.answer_tags import reading_tags
-from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.turn_layout import TurnLayout
 from tests.prompt.samples import byte_level_backend, tokenizer_of
-from tests.prompt.turns import Family, Talk, in_odd_tokens, num_common
+from tests.prompt.turns import Family, Talk, in_odd_tokens, learned_family, num_common
 
 TOKENS = ("<|turn|>", "<|end|>", "<|calls|>", "<|stop|>", "<muse>", "<say>")
 SOURCE = """{% for m in messages %}{% if m.role == 'assistant' %}
@@ -41,14 +37,7 @@ def family_of(*stops: str, source: str = SOURCE) -> Family:
     backend = byte_level_backend().from_str(byte_level_backend().to_str())
     backend.add_special_tokens([*TOKENS])
     ids = frozenset(backend.token_to_id(stop) for stop in stops)
-    tokenizer = replace(tokenizer_of(backend, source), stop_token_ids=ids)
-    tags = reading_tags(tokenizer)
-    output_format = select_format("auto", source, TOKENS, None, None, tags.thinking, tags.around, tags.between)
-    template = ChatTemplate(tokenizer, tags=output_format.tags, silent=output_format.silent_tags)
-    markers = learn_markers(tokenizer, template)
-    return Family(
-        "own_messages", tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format
-    )
+    return learned_family("own_messages", replace(tokenizer_of(backend, source), stop_token_ids=ids))
 
 
 def told(of: Family, *, thinking: bool, layout: TurnLayout | None = None) -> list[bool]:

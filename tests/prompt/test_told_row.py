@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.app.model_factory import read_calls, row_of_calls, unheld_calls
+from kvserve.app.learned_template import read_calls, row_of_calls, unheld_calls
 from kvserve.core import CallRow, Message, TextBlock, ToolChoice
 from kvserve.output.formats import select_format
 from kvserve.output.said import MessageReader

@@ -4,21 +4,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
-from kvserve.app.model_factory import read_calls, row_behind_words, row_of_calls
+from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
-from kvserve.output.formats import select_format
-from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.control import CALL
 from kvserve.prompt.reading_back import reads_back
-from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
 from tests.laws import sampled
 from tests.prompt.samples import byte_level_backend, tokenizer_of
-from tests.prompt.turns import LOOK, Family, Talk, in_odd_tokens, num_common
+from tests.prompt.turns import LOOK, Family, Talk, in_odd_tokens, learned_family, num_common
 from tests.prompt.vocabularies import TEMPLATES, template_family
 
 HEAD = """{%- set ns = namespace(name='') -%}{%- if tools -%}[TOOLS]{{ tools | tojson }}[/TOOLS]{%- endif -%}
@@ -62,16 +58,7 @@ def family_of(source: str) -> Family:
     )
     backend.add_special_tokens(tags)
     tokenizer = replace(tokenizer_of(backend, source), stop_token_ids=frozenset((backend.token_to_id("</s>"),)))
-    row = row_of_calls(tokenizer)
-    output_format = select_format("auto", source, tags, None, row if isinstance(row, CallRow) else None)
-    template = ChatTemplate(
-        tokenizer,
-        tags=output_format.tags,
-        row=output_format.row,
-        row_behind_words=partial(row_behind_words, tokenizer, row),
-    )
-    markers = learn_markers(tokenizer, template)
-    return Family("small", tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+    return learned_family("small", tokenizer)
 
 
 def user(text: str) -> Message:

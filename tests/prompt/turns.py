@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from kvserve.app.learned_template import learn_template
 from kvserve.core import (
     ContentDelta,
     Message,
@@ -76,6 +77,12 @@ class Family:
 
     def says(self, tools: tuple[ToolSpec, ...] = (LOOK,)) -> MessageReader:
         return MessageReader.under(self.output_format, tools)
+
+
+def learned_family(name: str, tokenizer: Tokenizer) -> Family:
+    """All that the server finds out about a tokenizer and its template; mlx-lm is not asked for a form of calls."""
+    of = learn_template(tokenizer, None)
+    return Family(name, tokenizer, of.template, of.markers, of.stitcher, of.output_format)
 
 
 @cache

@@ -5,22 +5,16 @@ import lzma
 import re
 import shutil
 import tempfile
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 import tokenizers
 
 from benchmarks.recordings import shared_folder
-from kvserve.app.model_factory import row_behind_words, row_of_calls
-from kvserve.core import CallRow
-from kvserve.output.formats import select_format
-from kvserve.prompt.boundaries import learn_markers
-from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.prompt.samples import byte_level_backend, tokenizer_of
-from tests.prompt.turns import Family
+from tests.prompt.turns import Family, learned_family
 
 REAL = {
     "qwen3": ("qwen3", "qwen3"),
@@ -48,15 +42,7 @@ def real_family(name: str) -> Family:
         shutil.copyfile(packed / "tokenizer_config.json", folder / "tokenizer_config.json")
         shutil.copyfile(shared / "templates" / f"{source}.jinja", folder / "chat_template.jinja")
         tokenizer = load_tokenizer(folder)
-    added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
-    row = row_of_calls(tokenizer)
-    output_format = select_format(
-        "auto", tokenizer.chat_template or "", added, None, row if isinstance(row, CallRow) else None
-    )
-    behind_words = partial(row_behind_words, tokenizer, row)
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row, row_behind_words=behind_words)
-    markers = learn_markers(tokenizer, template)
-    return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+    return learned_family(name, tokenizer)
 
 
 SHARED = shared_folder()
@@ -76,10 +62,4 @@ def template_family(name: str) -> Family:
     source = (SHARED / "templates" / f"{name}.jinja").read_text("utf-8")
     backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
     backend.add_special_tokens(tokens_in(source))
-    tokenizer = tokenizer_of(backend, source)
-    row = row_of_calls(tokenizer)
-    output_format = select_format("auto", source, (), None, row if isinstance(row, CallRow) else None)
-    behind_words = partial(row_behind_words, tokenizer, row)
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row, row_behind_words=behind_words)
-    markers = learn_markers(tokenizer, template)
-    return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+    return learned_family(name, tokenizer_of(backend, source))

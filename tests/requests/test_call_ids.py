@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.app.model_factory import read_calls
+from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, Message, TextBlock, ToolCallBlock, ToolResultBlock
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
