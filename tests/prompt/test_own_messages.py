@@ -11,7 +11,7 @@ from kvserve.prompt.turn_layout import TurnLayout
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.turns import Family, Talk, in_odd_tokens, learned_family, num_common
 
-TOKENS = ("<|turn|>", "<|end|>", "<|calls|>", "<|stop|>", "<muse>", "<say>")
+TOKENS = ("<|turn|>", "<|end|>", "<|calls|>", "<|stop|>", "<muse>", "<say>", "<|look|>", "<|/look|>")
 SOURCE = """{% for m in messages %}{% if m.role == 'assistant' %}
 {%- if m.reasoning and loop.last %}<|turn|>assistant<muse>{{ m.reasoning }}<|end|>{% endif %}
 {%- if m.tool_calls %}<|turn|>assistant{% for c in m.tool_calls %}<tool_call>
@@ -29,7 +29,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"q":"x  y"}}\n</tool_call>'
 
 THINKING_ON = SOURCE.replace("and not enable_thinking", "and enable_thinking")
 INSTRUCTED = SOURCE.replace("'<|turn|>assistant<muse><|end|>'", "'<|turn|>system<say>Do not think.<|end|>'")
-CALLS_END = SOURCE.replace("{% endfor %}<|end|>", "{% endfor %}<|calls|>")
+CALLS_END = SOURCE.replace("{% endfor %}<|end|>", "{% endfor %}<|calls|>").replace("tool_call>", "|look|>")
 
 
 @cache
@@ -94,7 +94,7 @@ def test_a_call_that_the_model_ended_otherwise_than_its_template_stands_as_the_t
     of = family_of("<|stop|>", source=CALLS_END)
     talk = Talk(of, thinking=False)
     talk.say("hi")
-    talk.answer(in_odd_tokens(of.tokenizer, CALL) + of.tokenizer.encode("<|end|>"))
+    talk.answer(in_odd_tokens(of.tokenizer, CALL.replace("tool_call>", "|look|>")) + of.tokenizer.encode("<|end|>"))
     assert talk.results("found")
     after = talk.stitched()
     assert (after.num_replayed_turns, of.tokenizer.decode(after.ids)) == (0, talk.prompt().shown)
