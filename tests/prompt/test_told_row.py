@@ -180,8 +180,9 @@ SHOWN_ROW = CallRow(
 
 
 def test_the_form_of_two_calls_beside_no_content_is_found() -> None:
-    """Of one alone no end is shown."""
+    """Of one alone no end is shown. One that its reader does not read is none."""
     assert row_of(SHOWN) == SHOWN_ROW
+    assert find_told_row(CompiledTemplate(SHOWN, VARIABLES), lambda row, tools, text: ("", text, ())) is None
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="the shared templates are not here")

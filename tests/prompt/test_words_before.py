@@ -10,6 +10,7 @@ import pytest
 
 from kvserve.app.learned_template import read_calls
 from kvserve.core import CallRow, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from kvserve.prompt.call_words import EXAMPLES
 from kvserve.prompt.control import CALL
 from kvserve.prompt.reading_back import reads_back
 from tests.laws import sampled
@@ -215,6 +216,8 @@ def test_a_reader_that_takes_words_for_a_call_is_told_apart() -> None:
     assert reads_back(row, read_calls) and not reads_back(row, read_calls, "I look.")
     tagged = CallRow(("[CALLS]",), ("[ARGS]",), ("[CALLS]",), ())
     assert reads_back(tagged, read_calls, "I look.")
+    calls = tuple((call.name, call.arguments) for call in EXAMPLES[:2])
+    assert not reads_back(tagged, lambda row, tools, text: ("", "", calls), "I look.")
 
 
 @pytest.mark.parametrize("name", sampled(("gemma4", "mistral_nemo", "mistral_small_3_2"), ("gemma4",)))
