@@ -35,6 +35,7 @@ from kvserve.engine.width_noise import (
 PROMPT_TOKENS = 11
 NUM_RIGHT = 2
 NUM_WRONG = 3
+NO_WIDTH = "no pass of several tokens has the logits of single steps to the bit, which SPECULATION_EXACT asks for"
 
 
 def find_draft_support(
@@ -80,7 +81,10 @@ def _found(
     if settings.is_exact:
         costs.max_width = min(costs.max_width, agreeing_width(noises))
     notes = (told(noises, is_exact=settings.is_exact),) if is_noisy(noises) else ()
-    return DraftSupport(ways, "", row_bytes, costs, notes, DraftsSeen(ways, noises, ratios))
+    seen = DraftsSeen(ways, noises, ratios)
+    if costs.max_width == 1:
+        return DraftSupport(None, NO_WIDTH, 0, costs, (*notes, f"Nothing is drafted: {NO_WIDTH}."), seen)
+    return DraftSupport(ways, "", row_bytes, costs, notes, seen)
 
 
 def _unpaid(

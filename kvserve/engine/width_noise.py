@@ -85,7 +85,8 @@ def told(noises: Sequence[WidthNoise], *, is_exact: bool) -> str:
         f"Drafts: logits of a pass of {worst.width} tokens are up to {worst.max_difference:.1e} from those of single "
         f"steps; another token is the likeliest after {worst.num_other} of {worst.num_tokens}{_cut_short(worst)}."
     )
-    return f"{said} So a pass has at most {agreeing_width(noises)} tokens." if is_exact else said
+    width = agreeing_width(noises)
+    return f"{said} So a pass has at most {width} tokens." if is_exact and width > 1 else said
 
 
 def _cut_short(noise: WidthNoise) -> str:

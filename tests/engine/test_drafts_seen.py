@@ -277,3 +277,13 @@ def test_texts_to_draft_from_have_memory_where_there_are_drafts(monkeypatch: pyt
     assert (bound(ON) or 0) > 0 == bound(DraftSettings())
     use_cache(monkeypatch, HidesItsArrays)
     assert bound(ON) == 0
+
+
+def test_where_no_width_is_exact_nothing_is_drafted_and_no_memory_is_set_aside() -> None:
+    """Where passes have to be exact; another start may allow noise, with what was remembered."""
+    _, seen = found_of("qwen3")
+    support = find_draft_support(loaded("qwen3"), EXACT, replace(seen, noises=noises(1)))
+    assert (support.ways, support.row_bytes, support.costs.max_width) == (None, 0, 1)
+    assert support.why_not and support.why_not in support.notes[-1]
+    assert support.seen is not None and support.seen.noises == noises(1)
+    assert find_draft_support(loaded("qwen3"), ON, support.seen).ways is not None
