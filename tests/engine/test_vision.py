@@ -195,6 +195,7 @@ def test_rows_of_all_kinds_share_a_batch(sighted: Sighted, order: tuple[int, ...
         assert_exact(answer, expected[index])
 
 
+@sampled_cells(lambda sighted: sighted == QUICK[0])
 def test_the_tower_looks_at_each_image_once(sighted: Sighted) -> None:
     """As often as there are distinct images, not as there are requests."""
     sighted.engine.clear_cache()
@@ -221,6 +222,7 @@ def _flat(module: object) -> list[tuple[str, mx.array]]:
     return tree_flatten(module.parameters())  # type: ignore[attr-defined, no-any-return]
 
 
+@sampled_cells(lambda sighted: sighted == QUICK[0])
 def test_an_answer_about_images_is_the_same_with_drafts(sighted: Sighted) -> None:
     """Positions behind an image are those of single steps, in a pass of several tokens too; and what is kept is."""
     prompted = shapes(sighted.writer)["two"]
