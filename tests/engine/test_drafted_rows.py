@@ -178,13 +178,13 @@ def test_a_drafted_row_that_is_put_back_waits_until_there_is_room(family: str, m
     monkeypatch.setattr(rows_module, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
     monkeypatch.setattr(decode, "extra_padding_tokens", lambda *_: 10**12)  # each by itself, as of other lengths
     let_prompts_take_no_time(monkeypatch)
-    asked = [replace(request(prompt_of(60, seed), 200), drafter=LedDrafter([1] * 200, width=2)) for seed in (0, 1)]
-    with full_engine(family, 680, 0.99) as engine, put_backs_counted() as rows, drafts_tried():
+    asked = [replace(request(prompt_of(60, seed), 110), drafter=LedDrafter([1] * 110, width=2)) for seed in (0, 1)]
+    with full_engine(family, 520, 0.99) as engine, put_backs_counted() as rows, drafts_tried():
         ends = [found.end for found in generate(engine, *asked)]
         check(engine)
     assert [end.reason for end in ends if isinstance(end, GenerationDone)] == ["length"] * 2
     assert len(rows) == 1
-    assert all(end.drafting.num_drafted_tokens > 100 for end in ends if isinstance(end, GenerationDone))
+    assert all(end.drafting.num_drafted_tokens > 50 for end in ends if isinstance(end, GenerationDone))
 
 
 def test_what_a_drafted_row_holds_is_counted() -> None:

@@ -193,8 +193,8 @@ def test_a_row_that_is_put_back_waits_until_there_is_room(family: str, monkeypat
     monkeypatch.setattr(rows_module, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
     monkeypatch.setattr(decode, "extra_padding_tokens", lambda *_: 10**12)  # each by itself, as of other lengths
     let_prompts_take_no_time(monkeypatch)  # the first is there still when the second comes
-    with full_engine(family, 680, 0.99) as engine, put_backs_counted() as rows:
-        ends = [found.end for found in generate(engine, *(request(prompt_of(60, seed), 200) for seed in (0, 1)))]
+    with full_engine(family, 520, 0.99) as engine, put_backs_counted() as rows:
+        ends = [found.end for found in generate(engine, *(request(prompt_of(60, seed), 110) for seed in (0, 1)))]
         check(engine)
     assert [end.reason for end in ends if isinstance(end, GenerationDone)] == ["length"] * 2
     assert len(rows) == 1
