@@ -27,7 +27,6 @@ from kvserve.engine.self_check import CachesDiffer
 from kvserve.engine.width_noise import agreeing_width, find_width_noise
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.engine.engines import (
-    NUM_ANSWER_TOKENS,
     assert_exact,
     cached,
     generate,
@@ -36,7 +35,7 @@ from tests.engine.engines import (
     request,
     running_engine,
 )
-from tests.engine.full_engines import check, full_engine
+from tests.engine.full_engines import NUM_ANSWER_TOKENS, check, full_engine
 from tests.engine.led_drafts import (
     NUM_TOKENS,
     PROMPT,

@@ -17,22 +17,22 @@ from tests.engine.engines import (
     CACHE,
     assert_exact,
     cached,
-    cold,
     collect,
     generate,
     let_watchdog_end,
     prompt_of,
     running_engine,
-    turn,
 )
 from tests.engine.full_engines import (
     NEXT_TOKENS,
     NUM_ALL_TOKENS,
     budget_bytes,
     check,
+    cold,
     conversation_of,
     full_engine,
     moves_counted,
+    turn,
 )
 from tests.engine.moving_rows import KINDS
 from tests.engine.test_kv_quantisation import QWEN3, engine_of
@@ -135,15 +135,16 @@ def test_a_row_that_fails_by_itself_leaves_what_it_took_over(family: str, monkey
 def test_a_first_turn_that_the_watchdog_ended_leaves_its_prompt(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its prefill could not keep beside it moves in, up to its last stop; nothing of the answer does."""
     with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine:
-        said = conversation_of(family)
+        first = prompt_of(NUM_ALL_TOKENS - 156)
+        answer = cold(engine, first, 12)
         with monkeypatch.context() as patch:
             let_watchdog_end(patch, lambda row: bool(row.generated))
-            assert collect(engine.submit(turn(said.first))).end.reason == "watchdog"  # type: ignore[union-attr]
+            assert collect(engine.submit(turn(first))).end.reason == "watchdog"  # type: ignore[union-attr]
         check(engine)
         num_kept = engine.cache_report().stats.num_stored_tokens
-        again = generate(engine, turn(said.first))[0]
-    assert_exact(again, said.answer)
-    assert (250 if family == "qwen3_5" else len(said.first) - 60) <= cached(again) <= num_kept < len(said.first)
+        again = generate(engine, turn(first, 12))[0]
+    assert_exact(again, answer)
+    assert (250 if family == "qwen3_5" else len(first) - 60) <= cached(again) <= num_kept < len(first)
 
 
 def test_nothing_leaves_for_a_row_that_is_not_kept() -> None:

@@ -19,10 +19,8 @@ from kvserve.engine.rows import Row
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     LOGIT_TOLERANCE,
-    NUM_ANSWER_TOKENS,
     assert_exact,
     cached,
-    cold,
     collect,
     generate,
     held,
@@ -30,9 +28,16 @@ from tests.engine.engines import (
     prompt_of,
     request,
     running_engine,
+)
+from tests.engine.full_engines import (
+    NUM_ALL_TOKENS,
+    NUM_ANSWER_TOKENS,
+    check,
+    cold,
+    conversation_of,
+    full_engine,
     turn,
 )
-from tests.engine.full_engines import NUM_ALL_TOKENS, check, conversation_of, full_engine
 from tests.engine.moving_rows import BESIDE, put_back_after, put_backs_counted, with_row_beside
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.laws import THREE_KINDS, sampled

@@ -12,7 +12,7 @@ from kvserve.engine import vision_check
 from kvserve.engine.worker import Engine
 from tests.engine.engines import cached, engine_settings, generate, prompt_of, request, running_engine
 from tests.engine.test_vision import Sighted
-from tests.engine.visions import QUICK, VISION, picture, vlm_answer
+from tests.engine.visions import VISION, picture, vlm_answer
 from tests.laws import sampled
 from tests.models import tiny_model
 
