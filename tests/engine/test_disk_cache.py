@@ -146,7 +146,7 @@ def test_siblings_after_a_restart(family: str, first: str, tmp_path: Path) -> No
         assert written < 1.4 * alone
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", sampled(("qwen3", "gemma3"), ("gemma3",)))
 def test_what_leaves_ram_comes_back(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With RAM for one conversation four take turns: each is found on disk and goes on exactly."""
     for name in ("LEAVE_SECONDS", "MAX_WAITS_SECONDS"):  # a busy machine's disk is not waited for in vain

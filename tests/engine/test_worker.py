@@ -33,7 +33,7 @@ from tests.engine.engines import (
     request,
     running_engine,
 )
-from tests.laws import sampled
+from tests.laws import TWO_KINDS, sampled
 from tests.models import tiny_model
 
 
@@ -460,7 +460,7 @@ def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
     assert isinstance(again.end, GenerationDone)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_what_a_cancelled_prefill_computed_is_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that gives up in the middle of its prompt and asks again starts from about where it was."""
     with running_engine(family, prefill_step_size=64) as engine:
