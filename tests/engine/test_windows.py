@@ -113,10 +113,10 @@ def test_a_conversation_of_short_turns_is_warm_and_exact_after_a_restart(
     assert said.count("") >= 3 and len(said) - said.count("") >= 5, "whole ones now and then, parts between"
     with running_engine(family, disk=on(tmp_path)) as engine:
         longer = [*ids, *prompt_of(20, 50)]
-        [warm] = generate(engine, turn(longer, 12))
+        [warm] = generate(engine, turn(longer, 24))
         assert cached(warm) == len(ids) - (NEW_TOKENS - 4) and disk_of(engine).stats.faults == {}
         assert warm.progress[-1].reuse.tier == "disk"
-        assert_exact(warm, cold(engine, longer, 12))
+        assert_exact(warm, cold(engine, longer, 24))
 
 
 def test_without_its_base_a_part_is_no_state(tmp_path: Path) -> None:
