@@ -1,15 +1,15 @@
 """What a start finds out about a tiny model is found out once per process, by whichever test starts it first.
 
-The trials of a model's caches, with drafts too, and of an image, the first two tokens, the probing of its chat template
-and the proof of how that writes calls take most of a start, and always find the same: they depend on the model's
-folder, on how its KV is quantised, on the classes of its caches and on the template alone.
+The passes that show a model's sizes, the trials of its caches, with drafts too, and of an image, the first two tokens,
+the probing of its chat template and the proof of how that writes calls take most of a start, and always find the same:
+they depend on the model's folder, on how its KV is quantised, on the classes of its caches and on the template alone.
 Tests of these themselves call `check_caches`, `ChatTemplate` and `row_of_calls` directly, where nothing is remembered.
 """
 
 import gc
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -19,13 +19,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 from kvserve.app import learned_template, model_swap
 from kvserve.core import SamplingParams
-from kvserve.engine import decode, draft_support, engine_start, pass_costs, vision_check
+from kvserve.engine import decode, draft_support, engine_start, leaf_forms, pass_costs, vision_check
+from kvserve.engine import model as engine_model
 from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches
-from kvserve.engine.model import CacheSupport, LoadedModel, Looking
+from kvserve.engine.model import CacheSupport, LoadedModel, Looking, Probed
 from kvserve.engine.model_files import file_stamps
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
@@ -37,6 +40,7 @@ _loading = threading.local()
 """Which model the thread of an engine is just loading, and with which quantisation of KV."""
 
 _fingerprints: dict[Any, str] = {}
+_sizes: dict[Any, Probed] = {}
 _verdicts: dict[Any, CacheSupport] = {}
 _seen: dict[Any, Any] = {}
 _draft_supports: dict[Any, DraftSupport] = {}
@@ -48,6 +52,7 @@ _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=l
 """A swap of models collects what was frozen too: of a server its modules, of a process of tests every collected test as
 well, which takes a third of a second. Here nothing is frozen, so what a model leaves is collected without that."""
 
+_probed_model = engine_model._probed
 _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
 _find_draft_support = decode.find_draft_support
 _probed, _row_of_calls = template._probed, learned_template.row_of_calls
@@ -63,6 +68,25 @@ def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISI
         _fingerprints[stamps] = fingerprint_of(folder)
     _loading.model = (_fingerprints[stamps], kv)
     return _load(folder, max_kv_size, kv, *look)
+
+
+def _probed_model_once(folder: Path, config: Mapping[str, Any], module: Module, kv: KvSettings) -> Probed:
+    """What a test has replaced in the passes is part of the key, and its own classes of caches. Where the passes gave
+    the model other caches they are taken again."""
+    loaded = _loading.__dict__.get("model")
+    ways = engine_model.find_forms, engine_model.try_quantising, leaf_forms._kind, type(module).__call__
+    classes = _cache_classes(module)
+    key = (loaded, ways, classes)
+    if loaded is not None and key in _sizes:
+        return _sizes[key]
+    found = _probed_model(folder, config, module, kv)
+    if loaded is not None and _cache_classes(module) == classes:
+        _sizes[key] = found
+    return found
+
+
+def _cache_classes(module: Module) -> tuple[type, ...]:
+    return tuple(type(leaf) for leaf in flat_caches(make_prompt_cache(module)))
 
 
 def _check_caches_once(model: LoadedModel) -> CacheSupport:
@@ -141,6 +165,7 @@ def remembered_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if engine_start.load is _load and engine_start.check_caches is _check_caches:
             patch.setattr(engine_start, "load", _load_and_note)
+            patch.setattr(engine_model, "_probed", _probed_model_once)
             patch.setattr(engine_start, "check_caches", _check_caches_once)
             for module in (decode, engine_start):
                 patch.setattr(module, "find_draft_support", _find_draft_support_once)

@@ -1,6 +1,5 @@
 """Whose words are drafted from, what is kept of them and for how long."""
 
-import gc
 import threading
 import tracemalloc
 from collections.abc import Sequence
@@ -201,7 +200,6 @@ def test_who_wants_nothing_kept_leaves_nothing_and_sees_its_own_words_alone() ->
     assert texts.num_bytes > kept
     texts.end(drafter)
     del drafter
-    gc.collect()
     assert texts.num_bytes == kept and len(_known(texts)) == 1
 
 
@@ -231,7 +229,6 @@ def test_who_is_forgotten_leaves_nothing(scope: Scope, left: list[list[int]]) ->
     other.follow([1, 1, 1])
     assert (_tokens(other) == []) == ([1, 1, 1] not in left)
     del drafters, other, drafter
-    gc.collect()
     assert left or texts.num_bytes == 0
 
 
@@ -254,7 +251,6 @@ def test_what_was_used_least_recently_leaves_first() -> None:
         owner = TextOwner(f"{number % 3}.-", str(number))
         _say(texts, owner, [number] * 1_000, [1])
         texts.begin(TextOwner("0.-", "0"), [0] * 1_000)
-        gc.collect()
         assert texts.num_bytes <= 100_000
     known = [tokens[0] for tokens in _known(texts)]
     assert known == [*range(20 - len(known) + 1, 20), 0] and len(known) > 3
@@ -280,7 +276,6 @@ def test_bytes_are_those_that_are_held() -> None:
     tracemalloc.start()
     for number in range(5):
         _say(texts, TextOwner("bob.-", str(number)), range(20_000), range(500))
-    gc.collect()
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert texts.num_bytes - before == pytest.approx(held, rel=0.1)
@@ -322,7 +317,6 @@ def test_many_threads_begin_end_and_forget_while_answers_are_drafted() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    gc.collect()
     assert not failures
     assert texts.num_bytes == texts._num_kept_bytes == sum(text.num_bytes for text in texts._used) <= 300_000
 

@@ -37,7 +37,6 @@ from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.worker import Engine
 from tests.laws import sampled
 from tests.models import tiny_model
-from tests.starts import remembered_starts
 
 CACHE = CacheSettings(
     max_bytes=2**30,
@@ -126,6 +125,8 @@ def running_engine(
 
     `reading_pays`: what the disk has is read, however slow a busy machine's disk was found to be.
     """
+    from tests.starts import remembered_starts  # here: it imports the whole server, which `memory_pass` does without
+
     engine = Engine(tiny_model(family), engine_settings(**settings), grammar_tokenizer=grammar_tokenizer, report=report)
     with pytest.MonkeyPatch.context() as patch:
         if reading_pays:

@@ -2,7 +2,7 @@
 moves share."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,17 +10,33 @@ from typing import Any
 
 import pytest
 
+from kvserve.core import GenerationRequest
 from kvserve.engine import admission
 from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.model import KvSize
 from kvserve.engine.worker import Engine
-from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
+from tests.engine import engines
+from tests.engine.engines import CACHE, prompt_of, running_engine
 from tests.integrity import check_integrity
+from tests.laws import IS_FULL
 
-NUM_PROMPT_TOKENS = 796
+NUM_ANSWER_TOKENS = 48 if IS_FULL else 24
+NUM_PROMPT_TOKENS = 892 - 2 * NUM_ANSWER_TOKENS
+"""Longer where answers are shorter: the same memory is full."""
+
 NEXT_TOKENS = 52
 NUM_ALL_TOKENS = NUM_PROMPT_TOKENS + 2 * NUM_ANSWER_TOKENS + NEXT_TOKENS + 8
 """Two turns, and a few tokens of a third one."""
+
+
+def turn(tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS) -> GenerationRequest:
+    """As everywhere, with the answers of these tests."""
+    return engines.turn(tokens, max_tokens)
+
+
+def cold(engine: Engine, tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS) -> tuple[int, ...]:
+    """As everywhere, with the answers of these tests."""
+    return engines.cold(engine, tokens, max_tokens)
 
 
 def budget_bytes(sizes: KvSize, num_tokens: int, share: float) -> int:

@@ -209,6 +209,8 @@ def check_law(model: LoadedModel, each: GenerationRequest, accepted: Sequence[st
     drafted behind its end is what the model would go on with."""
     plain = decoded(model, each)
     assert_kept(model, plain.left)
+    if not accepted:
+        return
     longer = decoded(model, replace(each, max_tokens=each.max_tokens + 6))
     for name in accepted:
         found = decoded(model, with_drafts(each, longer, name))

@@ -37,7 +37,7 @@ def engine() -> Iterator[Engine]:
 def after(engine: Engine) -> list[int]:
     """A first turn, and the prompt of the next one."""
     engine.clear_cache()
-    [answer] = generate(engine, turn(FIRST, 80))
+    [answer] = generate(engine, turn(FIRST, 20))
     return [*FIRST, *answer.tokens, *prompt_of(30, 3)]
 
 

@@ -25,7 +25,7 @@ from tests.laws import sampled
 FAMILY = "qwen3_5"
 """Rows and states: a blob of either kind may be the one that is broken."""
 
-BASE, OTHER = prompt_of(400), prompt_of(200, 9)
+BASE, OTHER = prompt_of(208), prompt_of(104, 9)
 USABLE = usable(len(BASE), "qwen3_5")
 
 type Break = Callable[[Path, pytest.MonkeyPatch], None]

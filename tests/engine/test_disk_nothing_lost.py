@@ -236,7 +236,7 @@ def test_siblings_share_their_beginning_on_disk(num_shared: int, family: str, tm
 
 # --- while it comes back ----------------------------------------------------------------------------------------------
 
-LONG = prompt_of(600)
+LONG = prompt_of(384)
 NUM_PARTS = 8
 
 

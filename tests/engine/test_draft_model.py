@@ -34,7 +34,7 @@ from tests.engine.engines import (
 from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
 
-NUM_TOKENS = 40
+NUM_TOKENS = 40 if IS_FULL else 24
 PROMPT = prompt_of(60)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 KINDS = ("llama", "qwen3_5", "gemma3")
@@ -65,10 +65,10 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def test_the_same_weights_are_right_every_time_and_change_nothing(twins: Engine) -> None:
-    plain = ask(twins, request(PROMPT, NUM_TOKENS))
-    found = ask(twins, drafted(PROMPT, NUM_TOKENS))
+    plain = ask(twins, request(PROMPT, 40))
+    found = ask(twins, drafted(PROMPT, 40))
     assert found.tokens == plain.tokens
-    assert drafts_of(found).num_tokens == drafts_of(found).num_accepted > NUM_TOKENS // 4
+    assert drafts_of(found).num_tokens == drafts_of(found).num_accepted > 10
     assert drafts_of(plain) == Drafted()
 
 
@@ -102,8 +102,8 @@ def test_a_row_whose_tokens_were_not_taken_back_is_guessed_worse(
 
 def test_a_model_that_guesses_badly_is_soon_left() -> None:
     with drafted_engine("llama", tiny_model("llama", seed=1)) as engine:
-        plain = ask(engine, request(PROMPT, 3 * NUM_TOKENS))
-        found = ask(engine, drafted(PROMPT, 3 * NUM_TOKENS))
+        plain = ask(engine, request(PROMPT, 100))
+        found = ask(engine, drafted(PROMPT, 100))
         assert found.tokens == plain.tokens
         assert drafts_of(found).num_accepted < drafts_of(found).num_tokens // 4
         assert not status(engine).is_used

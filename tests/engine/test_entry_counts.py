@@ -14,9 +14,9 @@ FEW_ENTRIES = replace(CACHE, max_entries=24, max_entries_per_owner=2)
 """The numbers that a server has by default."""
 
 NUM_BRANCHES, NUM_SIDE_REQUESTS, NUM_AT_ONCE = 6, 30, 5
-BASE = prompt_of(288)
+BASE = prompt_of(96)
 NUM_NEW = 48
-NUM_ANSWER = 8
+NUM_ANSWER = 4
 
 
 def tier_of(result: Result) -> str:
@@ -40,7 +40,7 @@ def test_six_branches_and_thirty_side_requests_are_served_from_ram(family: str, 
                 said[number] = [*tokens, *answer.tokens, *new]
             sides = [
                 replace(
-                    turn(prompt_of(60, 1000 + 100 * number_of_turn + number), 2), owner=f"{number_of_turn}/{number}"
+                    turn(prompt_of(20, 1000 + 100 * number_of_turn + number), 2), owner=f"{number_of_turn}/{number}"
                 )
                 for number in range(NUM_SIDE_REQUESTS // 2 if number_of_turn < 2 else 0)
             ]

@@ -95,7 +95,7 @@ def found_in_ram(engine: Engine, tokens: list[int]) -> bool:
 def test_the_other_one_reuses_what_it_did(family: str) -> None:
     """Of the forgotten one's conversation only what both begin with is there; what is reused is exact."""
     with running_engine(family) as engine:
-        expected = cold(engine, THEIRS)
+        expected = cold(engine, THEIRS, 16)
         generate(engine, asked(ONE, MINE))
         generate(engine, asked(OTHER, THEIRS))
         before = engine.kept_tokens(TokenSequence((*THEIRS, 1)))[0]
@@ -104,7 +104,7 @@ def test_the_other_one_reuses_what_it_did(family: str) -> None:
         assert not found_in_ram(engine, OWN_WORDS)
         assert engine.kept_tokens(TokenSequence((*THEIRS, 1)))[0] == before
         assert engine.kept_tokens(TokenSequence((*MINE, 1)))[0] <= len(SHARED)
-        [warm] = generate(engine, turn(THEIRS))
+        [warm] = generate(engine, turn(THEIRS, 16))
         assert_exact(warm, expected)
         engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
 
@@ -127,9 +127,9 @@ def test_nothing_is_left_on_disk(family: str, tmp_path: Path) -> None:
     with running_engine(family, disk=on(tmp_path)) as engine:
         assert engine.kept_tokens(TokenSequence((*THEIRS, 1)))[1] == before[1]
         assert engine.kept_tokens(TokenSequence((*MINE, 1)))[1] <= len(SHARED)
-        expected = generate(engine, turn(THEIRS))[0]
+        expected = generate(engine, turn(THEIRS, 16))[0]
         assert cached(expected) >= before[1] - MESSAGE_TOKENS
-        assert_exact(expected, cold(engine, THEIRS))
+        assert_exact(expected, cold(engine, THEIRS, 16))
 
 
 def test_owners_outlive_the_process(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_what_only_the_disk_has_of_another_one_stays(family: str, tmp_path: Path
     with running_engine(family, disk=on(tmp_path)) as engine:
         assert found_in(tmp_path, OWN_WORDS) == []
         assert engine.kept_tokens(TokenSequence((*THEIRS, 1)))[1] == before > len(SHARED)
-        [warm] = generate(engine, turn(THEIRS))
-        assert_exact(warm, cold(engine, THEIRS))
+        [warm] = generate(engine, turn(THEIRS, 16))
+        assert_exact(warm, cold(engine, THEIRS, 16))
         generate(engine, asked(OTHER, THEIRS))
         assert engine.forget(lambda name: name == OTHER).num_disk_bytes > 0
         assert engine.kept_tokens(TokenSequence((*THEIRS, 1))) == (0, 0), "whose it is was written anew too"
@@ -219,14 +219,14 @@ def test_a_running_row_of_who_is_forgotten_leaves_nothing(engine: Engine) -> Non
     running: list[RequestHandle] = []
 
     def forget() -> None:
-        generation = engine.submit(asked(ONE, prompt, 200))
+        generation = engine.submit(asked(ONE, prompt, 60))
         wait_for(lambda: found_in_ram(engine, prompt[20:100]))
         engine.forget(is_one)
         running.append(generation)
 
     beside_stream(engine, prompt_of(50, 5), 4, forget)
     [generation] = running
-    assert len(collect(generation).tokens) == 200
+    assert len(collect(generation).tokens) == 60
     assert not found_in_ram(engine, prompt[20:100])
 
 
@@ -274,7 +274,7 @@ def test_to_forget_waits_for_no_later_slice() -> None:
     """Whose names are kept is known by what is kept of theirs: what is too old leaves first, however much it is."""
     with running_engine("qwen3_5") as engine:
         for seed in range(6):
-            generate(engine, asked(ONE if seed == 0 else OTHER, prompt_of(400, seed), 1))
+            generate(engine, asked(ONE if seed == 0 else OTHER, prompt_of(100, seed), 1))
 
         def forget(scheduler: Scheduler) -> tuple[list[str], int, bool]:
             tree = scheduler.cache._tree

@@ -12,20 +12,26 @@ from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import (
-    NUM_ANSWER_TOKENS,
     Result,
     assert_exact,
     cached,
-    cold,
     collect,
     generate,
     held,
     let_watchdog_end,
     prompt_of,
     request,
+)
+from tests.engine.full_engines import (
+    NUM_ALL_TOKENS,
+    NUM_ANSWER_TOKENS,
+    check,
+    cold,
+    conversation_of,
+    full_engine,
+    moves_counted,
     turn,
 )
-from tests.engine.full_engines import NUM_ALL_TOKENS, check, conversation_of, full_engine, moves_counted
 from tests.laws import sampled, sampled_cells
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")

@@ -6,7 +6,7 @@ TurboQuant's four columns. Every run takes the hardest ways for one hybrid with 
 each of some other columns; `make full` takes all 308 cells, and all of TurboQuant's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from kvserve.core import TokenDelta
+from kvserve.core import GenerationRequest, TokenDelta
 from kvserve.demo.build import TINY, ModelScale
 from kvserve.engine import engine_start
 from kvserve.engine.decode import DecodePool
@@ -28,13 +28,13 @@ from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
+from tests.engine import engines
 from tests.engine.engines import (
     CACHE,
     CUTTABLE,
     NUM_ANSWER_TOKENS,
     assert_exact,
     cached,
-    cold,
     collect,
     do_all_idle_work,
     engine_settings,
@@ -42,7 +42,6 @@ from tests.engine.engines import (
     generate_with_logits,
     prompt_of,
     request,
-    turn,
     without_idle_work,
 )
 from tests.engine.moving_rows import put_back_after, put_backs_counted, with_row_beside
@@ -54,8 +53,19 @@ from tests.starts import remembered_starts
 MIDDLE = 150
 BASE = prompt_of(288)
 ABLE = ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3", "gemma4", "llama")
+NUM_TOKENS = NUM_ANSWER_TOKENS if IS_FULL else 24
 WIDE = replace(TWO_LAYERS, head_dim=32)
 """The smallest group of MLX's quantisation is 32 wide."""
+
+
+def turn(tokens: Sequence[int], max_tokens: int = NUM_TOKENS) -> GenerationRequest:
+    """As everywhere, with the answers of these tests."""
+    return engines.turn(tokens, max_tokens)
+
+
+def cold(engine: Engine, tokens: Sequence[int], max_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
+    """As everywhere, with the answers of these tests."""
+    return engines.cold(engine, tokens, max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ def next_turn(engine: Engine, case: Case) -> None:
     [first] = generate(engine, turn(BASE))
     longer = [*BASE, *first.tokens, *prompt_of(60, 1)]
     [warm] = generate(engine, turn(longer))
-    assert cached(warm) == len(BASE) + NUM_ANSWER_TOKENS
+    assert cached(warm) == len(BASE) + NUM_TOKENS
     assert_exact(warm, cold(engine, longer))
 
 
@@ -167,7 +177,7 @@ def divergence(engine: Engine, case: Case) -> None:
 
 
 def repeated(engine: Engine, case: Case) -> None:
-    num_tokens = 12 if case.kv.scheme == "turboquant" and not IS_FULL else NUM_ANSWER_TOKENS
+    num_tokens = 6 if case.kv.scheme == "turboquant" and not IS_FULL else NUM_TOKENS
     [first], [again] = generate(engine, turn(BASE, num_tokens)), generate(engine, turn(BASE, num_tokens))
     assert cached(again) == (len(BASE) - 1 if case.family in CUTTABLE else len(BASE) - 4)
     assert_exact(again, first.tokens)
@@ -224,13 +234,13 @@ def shared_in_flight(engine: Engine, case: Case) -> None:
 
 def answer_that_crosses_the_start(engine: Engine, case: Case) -> None:
     """A prompt of which nothing is quantised, and an answer that comes past the start: the next turn starts there."""
-    prompt = prompt_of(max(case.kv.start - 20, 1), 3)
+    prompt = prompt_of(max(case.kv.start - 8, 1), 3)
     expected = cold(engine, prompt)
     [first], [again] = generate(engine, turn(prompt)), generate(engine, turn(prompt))
     assert first.tokens == again.tokens == expected
     longer = [*prompt, *first.tokens, *prompt_of(60, 1)]
     [warm] = generate(engine, turn(longer))
-    assert cached(warm) == len(prompt) + NUM_ANSWER_TOKENS
+    assert cached(warm) == len(prompt) + NUM_TOKENS
     assert_exact(warm, cold(engine, longer))
 
 
@@ -341,7 +351,9 @@ def test_a_tokens_place_alone_decides_how_it_is_computed(qwen3: Engine, length: 
     """Prompts that end around the start: each answer is that of plain steps with the caches converted at the start."""
     model = load(tiny_model("qwen3", scale=WIDE), 131072, QWEN3.kv)
     caches, tokens, answer = model.new_caches(), prompt_of(length, 5), []
-    for place in range(length + 11):
+    begun = MIDDLE - 20
+    model.module(mx.array([tokens[:begun]]), cache=caches)
+    for place in range(begun, length + 11):
         caches = model.quantiser.convert(caches) if place == MIDDLE else caches
         logits = model.module(mx.array([tokens[place : place + 1]]), cache=caches)[0, -1]
         if place >= length - 1:
@@ -397,7 +409,7 @@ def test_rows_in_full_precision_and_quantised_ones_have_their_own_batches(
         return step(pool)
 
     monkeypatch.setattr(DecodePool, "step", watched)
-    generate(qwen3, turn(prompt_of(100, 4), 75), turn(BASE, 75))
+    generate(qwen3, turn(prompt_of(MIDDLE - 20, 4), 40), turn(BASE, 40))
     assert ((False, 1), (True, 1)) in seen, "side by side at first"
     assert ((True, 2),) in seen, "together in the end"
 
@@ -434,14 +446,14 @@ def test_small_segments_on_both_sides_of_the_start_are_joined(qwen3: Engine) -> 
 def test_a_seeded_row_that_crosses_the_start_draws_on(qwen3: Engine) -> None:
     """Where a row is converted its draws go on, they do not begin again; warm and cold draw the same."""
     qwen3.clear_cache()
-    wanted = request(prompt_of(MIDDLE - 10, 3), 40, temperature=1.0, seed=7)
+    wanted = request(prompt_of(MIDDLE - 10, 3), 24, temperature=1.0, seed=7)
     first, again, other = (
         generate(qwen3, wanted),
         generate(qwen3, wanted),
-        generate(qwen3, request(prompt_of(MIDDLE - 10, 3), 40, temperature=1.0, seed=8)),
+        generate(qwen3, request(prompt_of(MIDDLE - 10, 3), 24, temperature=1.0, seed=8)),
     )
     assert first[0].tokens == again[0].tokens != other[0].tokens
-    assert len(set(first[0].tokens)) > 20
+    assert len(set(first[0].tokens)) > 12
 
 
 def test_a_seeded_row_that_is_put_back_behind_the_start_draws_on(
@@ -461,14 +473,14 @@ def test_a_seeded_row_that_is_put_back_behind_the_start_draws_on(
 
 def test_a_model_that_cannot_batch_crosses_the_start_alone(monkeypatch: pytest.MonkeyPatch, qwen3: Engine) -> None:
     """Rows that each have a generator of their own are converted just so, and write the same."""
-    prompts = [prompt_of(MIDDLE - 20, 3), BASE]
+    prompts = [prompt_of(MIDDLE - 8, 3), BASE]
     expected = [cold(qwen3, prompt) for prompt in prompts]
     monkeypatch.setattr(engine_start, "check_caches", lambda _: CacheSupport(can_batch=False))
     with engine_of(QWEN3) as engine:
         assert [result.tokens for result in generate(engine, *map(turn, prompts))] == expected
         longer = [*prompts[0], *expected[0], *prompt_of(30, 1)]
         [warm] = generate(engine, turn(longer))
-        assert cached(warm) == len(prompts[0]) + NUM_ANSWER_TOKENS
+        assert cached(warm) == len(prompts[0]) + NUM_TOKENS
     assert_exact(warm, cold(qwen3, longer))
 
 
@@ -519,9 +531,9 @@ def test_an_answer_that_is_not_converted_at_the_start_is_not_kept(monkeypatch: p
     """Without the conversion in the middle of an answer its text is another one; what it computed is refused."""
     prompt = prompt_of(MIDDLE - 20, 3)
     with engine_of(QWEN3) as engine:
-        expected = cold(engine, prompt, 80)
+        expected = cold(engine, prompt, 40)
         monkeypatch.setattr(DecodePool, "at_quantise_start", lambda _: [])
-        [wrong] = generate(engine, turn(prompt, 80))
+        [wrong] = generate(engine, turn(prompt, 40))
         assert wrong.tokens != expected
         assert engine.cache_report().stats.num_stored_tokens == len(prompt) - 1
     assert [line for line in reports if "not kept as they are" in line] == reports != []
@@ -592,10 +604,13 @@ def test_logits_that_are_no_numbers_are_an_error_of_the_start() -> None:
 )
 def test_layers_that_stay_in_full_precision_are_named(family: str, said: str | None) -> None:
     """One line at the start, where some layers of a model cannot be quantised."""
-    with engine_of(Case(family, uniform(8, 0)), scale=replace(TINY, head_dim=32)) as engine:
-        support = engine.status.cache_support
-    assert support is not None
-    assert support.notes == ((said,) if said else ())
+    scale, expected = replace(TINY, head_dim=32), (said,) if said else ()
+    assert load(tiny_model(family, scale=scale), 131072, uniform(8, 0)).kv_notes == expected
+    if family == "gemma3" or IS_FULL:
+        with engine_of(Case(family, uniform(8, 0)), scale=scale) as engine:
+            support = engine.status.cache_support
+        assert support is not None
+        assert support.notes == expected
 
 
 def test_a_start_that_no_row_reaches_is_named() -> None:

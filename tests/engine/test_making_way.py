@@ -39,10 +39,13 @@ from tests.engine.engines import (
 from tests.integrity import check_integrity
 from tests.laws import sampled
 
-SMALL_TOKENS = 2500
+SMALL_TOKENS = 1400
 """What a full memory of these tests has room for."""
 
-STREAM_TOKENS = 200
+WIDER_TOKENS = 2500
+"""Where two rows, and all that one of them waited for, are to be there beside what stays."""
+
+STREAM_TOKENS = 120
 """Less than the allowance for an answer, and more steps than room takes to be made."""
 
 MAX_BYTES = 40_000
@@ -185,7 +188,7 @@ def test_a_row_for_which_nothing_can_be_cut_to_size_costs_no_stream(monkeypatch:
 def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache full of states, a stream, and a row that needs most of the memory: between two steps a few states leave,
     and the row begins when all of it fits; it writes what it would alone."""
-    long = prompt_of(1500, 99)
+    long = prompt_of(800, 99)
     with running_engine("qwen3_5") as engine:
         sizes = engine.wait_until_ready().sizes
         alone = cold(engine, long, 4)
@@ -197,7 +200,7 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
     with running_engine("qwen3_5", cache=replace(CACHE, max_bytes=most_bytes), max_batch_bytes=most_bytes) as engine:
         with without_idle_work(engine):
             for seed in range(8):
-                generate(engine, turn(prompt_of(400, seed), 1))
+                generate(engine, turn(prompt_of(240, seed), 1))
         enter, steps = PrefixCache.enter, {name: getattr(DecodePool, name) for name in ("step", "step_all")}
 
         def look() -> None:
@@ -240,7 +243,7 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
     first, second = [*shared, *prompt_of(8, 1)], [*shared, *prompt_of(500, 2)]
     with running_engine(family) as engine:
         sizes = engine.wait_until_ready().sizes
-        most_bytes = int(sizes.peak(SMALL_TOKENS) + sizes.copied(sizes.peak(SMALL_TOKENS)))
+        most_bytes = int(sizes.peak(WIDER_TOKENS) + sizes.copied(sizes.peak(WIDER_TOKENS)))
         num_entries = int(most_bytes / sizes.kept(0, 400))
     monkeypatch.setattr(kv_room, "PIECES", 1)
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
@@ -277,7 +280,7 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("small_answers")
 def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one and one that needs much of the memory come in the same moment: the short one begins first."""
-    short, long = prompt_of(60, 97), prompt_of(1200, 99)
+    short, long = prompt_of(60, 97), prompt_of(480, 99)
     with running_engine() as engine:
         sizes = engine.wait_until_ready().sizes
         most_bytes = int(sizes.peak(SMALL_TOKENS) + sizes.copied(sizes.peak(SMALL_TOKENS)))
@@ -297,4 +300,4 @@ def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.M
 
         monkeypatch.setattr(PrefixCache, "enter", entering)
         beside_short_stream(engine, turn(short, 8), turn(long, 1))
-    assert begun[1:] == [(60, 1), (1200, 0)]
+    assert begun[1:] == [(60, 1), (480, 0)]

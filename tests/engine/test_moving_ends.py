@@ -18,26 +18,26 @@ from kvserve.engine import disk_cache
 from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import (
-    NUM_ANSWER_TOKENS,
     Result,
     assert_exact,
     cached,
-    cold,
     collect,
     generate,
     let_watchdog_end,
     prompt_of,
     request,
-    turn,
 )
 from tests.engine.full_engines import (
     NEXT_TOKENS,
     NUM_ALL_TOKENS,
+    NUM_ANSWER_TOKENS,
     NUM_PROMPT_TOKENS,
     check,
+    cold,
     conversation_of,
     full_engine,
     moves_counted,
+    turn,
 )
 from tests.engine.moving_rows import KINDS, begun, put_back_after, put_backs_counted, while_it_answers, with_row_beside
 from tests.laws import sampled, sampled_cells
@@ -243,7 +243,7 @@ def test_an_answer_that_the_disk_still_writes_is_waited_for_too(
     goes on from moves all the same."""
     with full_engine("qwen3_5", NUM_ALL_TOKENS, 0.99, disk=DiskSettings(tmp_path, 2**34, 0, 24)) as engine:
         said = conversation_of("qwen3_5")
-        third = [*said.second, *said.expected[30:], *prompt_of(4, 2)]
+        third = [*said.second, *said.expected[NUM_ANSWER_TOKENS // 2 :], *prompt_of(4, 2)]
         expected = cold(engine, third, 4)
         tier = engine._ask(lambda scheduler: scheduler.cache._disk.tier)
         tier.clear()

@@ -17,23 +17,22 @@ from tests.engine.engines import (
     CACHE,
     assert_exact,
     cached,
-    cold,
     collect,
     generate,
     let_watchdog_end,
     prompt_of,
     running_engine,
-    turn,
 )
 from tests.engine.full_engines import (
     NEXT_TOKENS,
     NUM_ALL_TOKENS,
-    NUM_PROMPT_TOKENS,
     budget_bytes,
     check,
+    cold,
     conversation_of,
     full_engine,
     moves_counted,
+    turn,
 )
 from tests.engine.moving_rows import KINDS
 from tests.engine.test_kv_quantisation import QWEN3, engine_of
@@ -46,6 +45,9 @@ IN, OUT = (snapshot, "_parts_of"), (snapshot, "_fill_at_once")
 STATE_IN, STATE_OUT = (CacheLayout, "read_state"), (snapshot, "_twin")
 STEPS = [("qwen3", IN), ("qwen3", OUT), ("qwen3_5", IN), ("qwen3_5", OUT), ("qwen3_5", STATE_OUT)]
 """Where KV moves in and out: a layer of it, or a state."""
+
+FEW_TOKENS = 448
+"""Where quantised KV begins long before the end."""
 
 NUM_DONE = {"qwen3": 1, "qwen3_5": 0}
 """Layers that have moved when one fails; the tiny hybrid has a single one beside its states."""
@@ -133,15 +135,16 @@ def test_a_row_that_fails_by_itself_leaves_what_it_took_over(family: str, monkey
 def test_a_first_turn_that_the_watchdog_ended_leaves_its_prompt(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its prefill could not keep beside it moves in, up to its last stop; nothing of the answer does."""
     with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine:
-        said = conversation_of(family)
+        first = prompt_of(NUM_ALL_TOKENS - 156)
+        answer = cold(engine, first, 12)
         with monkeypatch.context() as patch:
             let_watchdog_end(patch, lambda row: bool(row.generated))
-            assert collect(engine.submit(turn(said.first))).end.reason == "watchdog"  # type: ignore[union-attr]
+            assert collect(engine.submit(turn(first))).end.reason == "watchdog"  # type: ignore[union-attr]
         check(engine)
         num_kept = engine.cache_report().stats.num_stored_tokens
-        again = generate(engine, turn(said.first))[0]
-    assert_exact(again, said.answer)
-    assert (250 if family == "qwen3_5" else len(said.first) - 60) <= cached(again) <= num_kept < len(said.first)
+        again = generate(engine, turn(first, 12))[0]
+    assert_exact(again, answer)
+    assert (250 if family == "qwen3_5" else len(first) - 60) <= cached(again) <= num_kept < len(first)
 
 
 def test_nothing_leaves_for_a_row_that_is_not_kept() -> None:
@@ -157,10 +160,10 @@ def test_nothing_leaves_for_a_row_that_is_not_kept() -> None:
 def test_quantised_kv_is_not_moved() -> None:
     """Its two forms share a row: it is kept as far as it fits, and found again exactly."""
     with engine_of(QWEN3) as engine:
-        num_bytes = budget_bytes(engine.wait_until_ready().sizes, NUM_ALL_TOKENS, 0.9)
+        num_bytes = budget_bytes(engine.wait_until_ready().sizes, FEW_TOKENS, 0.9)
     settings = {"cache": replace(CACHE, max_bytes=num_bytes), "max_batch_bytes": num_bytes}
     with engine_of(QWEN3, **settings) as engine, moves_counted() as moves:
-        first = prompt_of(NUM_PROMPT_TOKENS)
+        first = prompt_of(FEW_TOKENS - 100)
         second = [*first, *generate(engine, turn(first, 16))[0].tokens, *prompt_of(NEXT_TOKENS, 1)]
         found = generate(engine, turn(second, 16))[0]
         check(engine)
@@ -238,5 +241,5 @@ def test_states_of_missed_stops_outlive_an_allocation_that_fails(
 
         monkeypatch.setattr(room, "takes", takes_if_there_is_room)
         monkeypatch.setattr(cache, "finish", finish_with_room)
-        generate(engine, turn(prompt_of(796)))
+        generate(engine, turn(prompt_of(796), 4))
         assert engine.cache_report().stats.num_checkpoints > 10

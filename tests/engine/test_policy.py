@@ -32,8 +32,8 @@ from tests.engine.scheduling_simulator import Policy, Simulator
 from tests.engine.scheduling_traces import trace_of
 from tests.laws import IS_FULL
 
-NUM_TRACES = 10_000 if IS_FULL else 40
-NUM_IN_A_TEST = 250 if IS_FULL else 40
+NUM_TRACES = 10_000 if IS_FULL else 19
+NUM_IN_A_TEST = 250 if IS_FULL else 19
 
 READER = Stream("reader", 0.0, has_begun=True)
 FRESH = Stream("fresh", 100.0, has_begun=False)
@@ -63,8 +63,8 @@ def test_whose_prompt_is_known_whole_waits_for_no_more_than_one_chunk(seed: int)
 
 def test_the_policy_of_before_breaks_laws_in_most_traces() -> None:
     """Control: what the engine did before. Every law but the bound on overtaking is broken somewhere."""
-    found = [broken_in(seed, FirstComeOldestShortest()) for seed in range(30)]
-    assert sum(map(bool, found)) >= 20
+    found = [broken_in(seed, FirstComeOldestShortest()) for seed in range(18)]
+    assert sum(map(bool, found)) >= 12
     assert {"first token", "waits for what stands still", "pace", "room"} <= set().union(*found)
 
 

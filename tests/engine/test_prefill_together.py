@@ -257,9 +257,9 @@ def test_prompts_share_a_pass_beside_a_stream() -> None:
     with running_engine() as engine:
         expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         stream = prompt_of(60, 50)
-        long_answer = cold(engine, stream, 100)
+        long_answer = cold(engine, stream, 40)
         wanted = [request(prompt, NUM_TOKENS) for prompt in prompts]
-        answers, streamed = beside_stream(engine, stream, 100, lambda: generate(engine, *wanted))
+        answers, streamed = beside_stream(engine, stream, 40, lambda: generate(engine, *wanted))
     for answer, tokens in zip(answers, expected, strict=True):
         assert_exact(answer, tokens)
     assert_exact(streamed, long_answer)

@@ -15,7 +15,8 @@ from tests.laws import sampled
 from tests.models import DEEP_ONES, TWO_LAYERS, tiny_model
 
 CUTTABLE = {"qwen3", "llama", "glm4_moe_lite"}
-CHECKPOINTS = (96, 200)
+NUM_TOKENS = 200
+CHECKPOINTS = (80, 140)
 SHALLOW = ("qwen3",)
 """What can be cut anywhere; DEEP_ONES have states and windows, several of each."""
 
@@ -63,13 +64,13 @@ def test_which_families_can_be_cut(model: LoadedModel, request: pytest.FixtureRe
 def test_a_restored_row_goes_on_bit_equal(model: LoadedModel) -> None:
     """From each checkpoint the next chunk's logits equal those of the row that was never interrupted."""
     layout = CacheLayout(model.new_caches)
-    tokens = prompt_of(300)
+    tokens = prompt_of(NUM_TOKENS)
     pieces, states, _ = record(model, layout, tokens)
     for count, end in enumerate(CHECKPOINTS, start=1):
         control = model.new_caches()
         for start, stop in zip((0, *CHECKPOINTS)[:count], CHECKPOINTS[:count], strict=True):
             extend(model, control, tokens[start:stop])
-        restored = layout.restore(pieces[:count], states[end], 300 - end)
+        restored = layout.restore(pieces[:count], states[end], NUM_TOKENS - end)
         assert mx.array_equal(extend(model, restored, tokens[end:]), extend(model, control, tokens[end:]))
         assert greedy(model, restored, [7], 12) == greedy(model, control, [7], 12)
 
@@ -77,11 +78,11 @@ def test_a_restored_row_goes_on_bit_equal(model: LoadedModel) -> None:
 def test_a_snapshot_does_not_move_with_the_live_row(model: LoadedModel) -> None:
     """What the live row and two restored rows do later changes neither the record nor each other."""
     layout = CacheLayout(model.new_caches)
-    tokens = prompt_of(300)
+    tokens = prompt_of(NUM_TOKENS)
     pieces, states, live = record(model, layout, tokens)
-    expected = greedy(model, layout.restore(pieces, states[300], 1), [5], 12)
+    expected = greedy(model, layout.restore(pieces, states[NUM_TOKENS], 1), [5], 12)
     greedy(model, live, prompt_of(90, 3), 12)
-    first, second = (layout.restore(pieces, states[300], 1) for _ in range(2))
+    first, second = (layout.restore(pieces, states[NUM_TOKENS], 1) for _ in range(2))
     assert greedy(model, first, prompt_of(90, 4), 4) != expected
     assert greedy(model, second, [5], 12) == expected
 
@@ -91,16 +92,16 @@ def test_cut_rows_of_a_piece_are_exact(model: LoadedModel) -> None:
     layout = CacheLayout(model.new_caches)
     if not layout.is_cuttable:
         pytest.skip("this family has layers that cannot be cut")
-    tokens = prompt_of(300)
+    tokens = prompt_of(NUM_TOKENS)
     (first, second, third), _, _ = record(model, layout, tokens)
     cut = [first, (second[0], 0, 50)]
     control = model.new_caches()
-    extend(model, control, tokens[:96])
-    extend(model, control, tokens[96:146])
-    for pieces in (cut, [(merged(cut), 0, 146)], [(merged([first, second, third]), 0, 146)]):
+    extend(model, control, tokens[:80])
+    extend(model, control, tokens[80:130])
+    for pieces in (cut, [(merged(cut), 0, 130)], [(merged([first, second, third]), 0, 130)]):
         restored = layout.restore(pieces, None, 0)
         assert mx.allclose(
-            extend(model, restored, tokens[146:200]), extend(model, _copy(layout, control), tokens[146:200]), atol=1e-4
+            extend(model, restored, tokens[130:180]), extend(model, _copy(layout, control), tokens[130:180]), atol=1e-4
         )
 
 
@@ -112,14 +113,14 @@ def _copy(layout: CacheLayout, caches: list[Any]) -> list[Any]:
 def test_a_wrong_state_changes_the_text(model: LoadedModel) -> None:
     """Negative control: a state of another offset, or another row's, is visible, so equality means something."""
     layout = CacheLayout(model.new_caches)
-    tokens = prompt_of(300)
+    tokens = prompt_of(NUM_TOKENS)
     pieces, states, _ = record(model, layout, tokens)
     if layout.is_cuttable:
-        other, _, _ = record(model, layout, prompt_of(300, 8))
+        other, _, _ = record(model, layout, prompt_of(NUM_TOKENS, 8))
         wrong = layout.restore([other[0], *pieces[1:]], None, 0)
     else:
-        wrong = layout.restore(pieces, states[200], 0)
-    right = layout.restore(pieces, states[300], 0)
+        wrong = layout.restore(pieces, states[CHECKPOINTS[1]], 0)
+    right = layout.restore(pieces, states[NUM_TOKENS], 0)
     assert not mx.allclose(extend(model, wrong, [5]), extend(model, right, [5]), atol=1e-3)
 
 

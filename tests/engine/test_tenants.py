@@ -19,9 +19,9 @@ from tests.engine.engines import MESSAGE_TOKENS, cached, generate, prompt_of, ru
 from tests.integrity import check_integrity
 from tests.laws import IS_FULL, sampled
 
-BASE = prompt_of(292)
+BASE = prompt_of(148)
 AT_ONCE = WarmSettings(grace_seconds=0)
-NUM_AHEAD = 240
+NUM_AHEAD = 96
 WAIT_SECONDS = 60.0
 ONE, OTHER = "key.user", "key.another"
 WAYS = frozenset({"ram", "live row", "disk", "warmed"})
@@ -46,7 +46,7 @@ def found(engine: Engine, request: GenerationRequest) -> int:
 def ways(family: str, folder: Path, one: str, other: str) -> set[str]:
     """By which ways a request of `other` is served with what a request of `one` has, each with a prompt of its own."""
     disk = DiskSettings(folder, max_bytes=None, min_free_bytes=0, ttl_hours=24)
-    prompts = {way: prompt_of(292, seed) for seed, way in enumerate(sorted(WAYS))}
+    prompts = {way: prompt_of(148, seed) for seed, way in enumerate(sorted(WAYS))}
     open_ways = set[str]()
     with running_engine(family, disk=disk, warming=AT_ONCE) as engine:
         found(engine, asked(one, prompts["ram"]))
@@ -109,13 +109,13 @@ def test_nobody_waits_for_another_tenants_prefill(engine: Engine, monkeypatch: p
     monkeypatch.setattr(WaitingForPrefix, "_wait_for", noted)
     generate(engine, asked(ONE), asked(OTHER))
     assert {partition for partition, has_waited in waits if has_waited} == set()
-    generate(engine, asked(ONE, prompt_of(292, 7)), asked(ONE, prompt_of(292, 7)))
+    generate(engine, asked(ONE, prompt_of(148, 7)), asked(ONE, prompt_of(148, 7)))
     assert {partition for partition, has_waited in waits if has_waited} == {ONE}
 
 
 def test_what_was_warmed_is_used_by_its_own_tenant(engine: Engine) -> None:
     """Another one that has computed the same itself is not told that it was warmed."""
-    prompt = prompt_of(292, 8)
+    prompt = prompt_of(148, 8)
     found(engine, asked(OTHER, prompt))
     warm(engine, ONE, prompt)
     [theirs] = generate(engine, asked(OTHER, prompt))

@@ -20,7 +20,7 @@ from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import collect, generate, held, prompt_of, request, running_engine
 from tests.laws import sampled
 
-SHARED = prompt_of(400)
+SHARED = prompt_of(200)
 
 
 class PassedTime:
@@ -63,10 +63,10 @@ def order_of_chunks(patch: pytest.MonkeyPatch, before: Callable[[], None]) -> li
 def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """E5: neither the oldest prompt nor the shortest, and a short row begins like it; it waited for both of them."""
     prompts = {
-        "oldest": prompt_of(1000, 1),
-        "awaited": [*SHARED, *prompt_of(1500, 2)],
-        "shortest": prompt_of(600, 3),
-        "waiting": [*SHARED, *prompt_of(40, 4)],
+        "oldest": prompt_of(500, 1),
+        "awaited": [*SHARED, *prompt_of(750, 2)],
+        "shortest": prompt_of(300, 3),
+        "waiting": [*SHARED, *prompt_of(20, 4)],
     }
     requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}
     rows: list[RequestHandle] = []
@@ -83,7 +83,7 @@ def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatc
             assert isinstance(collect(row).end, GenerationDone)
     changes = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
     assert changes == ["shortest", "awaited", "waiting", "shortest", "oldest", "awaited"]
-    assert 400 // 64 <= order[: order.index("waiting")].count("awaited") <= 400 // 64 + 3
+    assert 200 // 64 <= order[: order.index("waiting")].count("awaited") <= 200 // 64 + 3
 
 
 def test_a_row_without_room_keeps_nobody_waiting() -> None:
@@ -138,7 +138,7 @@ def test_a_place_that_becomes_free_where_a_row_cannot_begin_is_given_away(monkey
 @pytest.mark.parametrize("family", sampled(("qwen3", "qwen3_5"), ("qwen3_5",)))
 def test_nobody_waits_on_for_what_could_not_be_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for it: a row waited in vain for all of another one's prompt."""
-    prompts = {"awaited": [*SHARED, *prompt_of(1500, 2)], "waiting": [*SHARED, *prompt_of(40, 4)]}
+    prompts = {"awaited": [*SHARED, *prompt_of(750, 2)], "waiting": [*SHARED, *prompt_of(40, 4)]}
     requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}
     rows: list[RequestHandle] = []
     monkeypatch.setattr(KvRoom, "takes", lambda *_, **__: False)
@@ -153,7 +153,7 @@ def test_nobody_waits_on_for_what_could_not_be_kept(family: str, monkeypatch: py
             rows.append(engine.submit(requests["awaited"]))
         for row in rows:
             assert isinstance(collect(row).end, GenerationDone)
-    assert 400 // 64 <= order.index("waiting") <= 400 // 64 + 3
+    assert 200 // 64 <= order.index("waiting") <= 200 // 64 + 3
 
 
 @pytest.mark.parametrize(("share", "num_steps"), [(0.5, 4), (0.75, 12)])
@@ -172,12 +172,12 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
         next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
         with held(engine):
             monkeypatch.setattr(Prefill, "step", clock.taking(0.25, "chunk", step))
-            long = engine.submit(request(prompt_of(1000, 1), 1))
+            long = engine.submit(request(prompt_of(400, 1), 1))
         collect(long)
         running.cancel()
     first, last = clock.done.index("chunk"), len(clock.done) - 1 - clock.done[::-1].index("chunk")
     between = "".join("c" if what == "chunk" else "s" for what in clock.done[first : last + 1])
-    assert between.count("c") >= 1000 // 64
+    assert between.count("c") >= 400 // 64
     assert {len(steps) for steps in between.strip("c").split("c") if steps} == {num_steps}
 
 
@@ -227,7 +227,7 @@ def test_a_prompt_that_waits_for_its_turn_says_when_its_first_token_comes(monkey
     with running_engine(prefill_step_size=64) as engine:
         generate(engine, request(prompt_of(64, 9), 1))  # a speed is known
         with held(engine):
-            long, short = (engine.submit(request(prompt_of(num, num), 1)) for num in (1500, 700))
+            long, short = (engine.submit(request(prompt_of(num, num), 1)) for num in (700, 350))
         told = [event for event in collect(long).progress if isinstance(event, PrefillProgress)]
         collect(short)
     waiting = [event for event in told if not event.num_done_tokens]

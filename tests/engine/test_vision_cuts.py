@@ -144,7 +144,7 @@ def test_quantised_kv_around_an_image_is_exact(family: str, where: str, tmp_path
         more = sighted.writer.tokenizer.encode(" And why is that so?")
         second = first.followed_by(sighted.cold(first), more)
         expected, expected_other = sighted.cold(second), sighted.cold(other)
-        generate(engine, first.request())
+        generate(engine, first.request(1))
         [warm] = generate(engine, second.request())
         assert_exact(warm, expected)
         assert cached(warm) >= span.end
@@ -153,7 +153,7 @@ def test_quantised_kv_around_an_image_is_exact(family: str, where: str, tmp_path
         assert cached(answer) <= span.start
         assert num_retreats(engine) == 0
         engine.clear_cache()
-        generate(engine, first.request())
+        generate(engine, first.request(1))
     with running_engine(family, kv=kv, disk=disk, report=told.append) as engine:
         [warm] = generate(engine, second.request())
         assert_exact(warm, expected)

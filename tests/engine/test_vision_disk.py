@@ -7,11 +7,11 @@ import pytest
 from kvserve.engine.engine_settings import DiskSettings
 from tests.engine.engines import assert_exact, cached, generate, running_engine
 from tests.engine.test_vision import Sighted
-from tests.engine.visions import QUICK, VISION, picture
+from tests.engine.visions import VISION, picture
 from tests.laws import sampled
 
 
-@pytest.mark.parametrize("family", sampled(VISION, QUICK))
+@pytest.mark.parametrize("family", sampled(VISION, ("qwen3_5_vl",)))
 def test_after_a_restart_the_image_is_there(family: str, tmp_path: Path) -> None:
     """Its KV comes from disk; the tower of the new process is not asked; another image shares nothing past it."""
     disk = DiskSettings(tmp_path / "kv", None, 0, 24.0)

@@ -15,7 +15,7 @@ from tests.engine.test_vision import Sighted
 from tests.engine.visions import QUICK, VISION, Prompted, picture, vlm_stream
 from tests.laws import IS_FULL, sampled, sampled_cells
 
-NUM_TOKENS = 8
+NUM_TOKENS = 8 if IS_FULL else 5
 
 
 @pytest.fixture(scope="module", params=sampled(VISION, QUICK))

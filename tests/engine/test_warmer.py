@@ -111,10 +111,10 @@ def _left_clean(engine: Engine) -> Iterator[None]:
 
 def test_what_was_warmed_is_not_computed_again_and_exact(engine: Engine) -> None:
     """The request that begins with a warmed prefix starts behind it and is answered as by a cold server."""
-    expected = cold(engine, BASE)
+    expected = cold(engine, BASE, 16)
     result = ended(engine.warm(job()))
     assert (result.state, result.num_cached_tokens, result.num_computed_tokens) == ("done", 0, NUM_AHEAD)
-    [warm] = generate(engine, turn(BASE))
+    [warm] = generate(engine, turn(BASE, 16))
     assert cached(warm) == NUM_AHEAD
     assert_exact(warm, expected)
 
