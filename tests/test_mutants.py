@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import Edit, Mutant, read_mutants
+from tests.mutation.mutants import Edit, read_mutants
 from tests.mutation.results import Verdict, read_results, table
 
 ROOT = Path(__file__).resolve().parent.parent
