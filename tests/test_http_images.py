@@ -13,7 +13,7 @@ from PIL import Image
 
 import kvserve.app.server
 from kvserve.core import ImageInput
-from tests.engine.visions import QUICK, VISION, data_url, picture
+from tests.engine.visions import VISION, data_url, picture
 from tests.laws import IS_FULL, sampled, sampled_cells
 from tests.prompt.test_images_remote import certificate, running_host, sends
 from tests.prompt.test_images_source import BAD, encoded
@@ -71,7 +71,7 @@ def all_but_the_tail(body: dict[str, Any]) -> bool:
     return found >= total - MAX_TAIL_TOKENS
 
 
-@pytest.fixture(scope="module", params=sampled(VISION, QUICK))
+@pytest.fixture(scope="module", params=sampled(VISION, ("qwen3_5_vl",)))
 def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
     folder = tmp_path_factory.mktemp(request.param)
     with serving_app(folder, family=request.param) as under_test:
