@@ -351,6 +351,7 @@ def test_a_removed_tool_is_gone(client: Client, tools: list[dict[str, Any]], nam
     go_on(client, range(5, 6), tools, told)
 
 
+@pytest.mark.long
 @sampled_cells(lambda fields, **_: "cache_mode" not in fields)
 @ON_HYBRID
 @pytest.mark.parametrize("fields", [{"cache_mode": "prefix"}, {"ttl": 0}])
@@ -387,6 +388,7 @@ def test_tools_of_the_first_turn_stand_in_front(client: Client) -> None:
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @sampled_cells(lambda family, **_: family == "qwen3_5")
 @ONE_API_PER_FAMILY
 def test_the_added_tool_can_be_called_and_demanded(client: Client, family: str) -> None:

@@ -169,6 +169,7 @@ def test_a_template_of_which_nothing_is_found_out_is_red(whole: tuple[Model, Ref
     assert [cell.verdict for cell in row.cells] == ["miss"] and "is not a folder" in row.cells[0].reason
 
 
+@pytest.mark.long
 def test_a_loop_that_finds_less_again_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a family that is always here every turn is found again, but for those that the client changes and those that
     the server forgets."""

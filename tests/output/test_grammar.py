@@ -178,6 +178,7 @@ def written(form: str, call: ParsedCall) -> str:
     return RENDER[form](call, TOOLS).removesuffix("<|call|>")
 
 
+@each_form_once
 @every_form
 def test_a_forced_call_obeys_its_tool(form: str, tokens: bool) -> None:
     """What the form's renderer writes for a good call is accepted; text, and calls that break the schema, are not."""
@@ -189,6 +190,7 @@ def test_a_forced_call_obeys_its_tool(form: str, tokens: bool) -> None:
     assert not case.accepts(grammar, "")
 
 
+@each_form_once
 @every_form
 def test_one_function_or_one_call(form: str, tokens: bool) -> None:
     """A named function allows only itself, once; `required` allows several calls unless parallel calls are off."""
@@ -215,6 +217,7 @@ def test_a_call_among_some_tools(form: str, tokens: bool) -> None:
     assert not case.accepts(some, f"{read}\n{any_}")
 
 
+@each_form_once
 @every_form
 def test_whatever_the_grammar_allows_is_read_as_a_call(form: str, tokens: bool) -> None:
     """Random walks through the grammar end in calls of given tools whose required arguments are there, and no text."""
