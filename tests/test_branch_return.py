@@ -14,10 +14,10 @@ from kvserve.core import RequestId
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.requests.serve import preview
 from tests.agents import TOOL, common_length
-from tests.laws import TWO_KINDS
+from tests.laws import IS_FULL, TWO_KINDS
 from tests.models import tiny_model
 
-NUM_CALLS = 40
+NUM_CALLS = 40 if IS_FULL else 20
 LONG = "One message that is longer than a stride. " * 600
 NEW_WORDS = {"role": "user", "content": "No. Go somewhere else."}
 SLACK_TOKENS = 16
@@ -37,9 +37,9 @@ def prompt_ids(model: ModelFree, sent: Mapping[str, Any]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("family", TWO_KINDS)
 def test_a_return_to_any_place_computes_at_most_a_stride_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty calls behind a long first message; then the client goes back to many of them with other words, and into the
-    long message itself; at last it goes on with the conversation, which lost nothing by it. Where layers can be cut
-    nothing is computed again."""
+    """Twenty calls (forty in make full) behind a long first message; then the client goes back to many of them with
+    other words, and into the long message itself; at last it goes on with the conversation, which lost nothing by it.
+    Where layers can be cut nothing is computed again."""
     for limit in ("GLOBAL", "PER_SESSION"):  # how many ends are kept is not what is asked here
         monkeypatch.setenv(f"PROMPT_CACHE_MAX_ENTRIES_{limit}", "1000")
     is_cuttable = CONVENTIONS[family].is_cuttable

@@ -33,7 +33,7 @@ def talk(app: AppUnderTest, session: str = "one", num_turns: int = 2) -> list[Ch
     """The turns of one conversation."""
     messages, answers = list(FIRST), list[Chat]()
     for turn in range(num_turns):
-        answers.append(app.chat(messages, session_id=session))
+        answers.append(app.chat(messages, session_id=session, max_tokens=6))
         said = {"role": "assistant", "content": answers[-1].content}
         messages += [said, {"role": "user", "content": f"And then, after {turn}?"}]
     return answers
@@ -45,7 +45,7 @@ def go_on(app: AppUnderTest, answers: list[Chat], session: str = "one") -> tuple
     for turn, answer in enumerate(answers):
         messages += [{"role": "assistant", "content": answer.content}]
         messages += [{"role": "user", "content": f"And then, after {turn}?"}]
-    response = app.post(CHAT_PATH, chat_body(messages, session_id=session))
+    response = app.post(CHAT_PATH, chat_body(messages, session_id=session, max_tokens=6))
     assert response.status == 200
     explained = app.get(f"/v1/cache/explain/{response.json['id']}").json
     return whole(response.json), explained

@@ -59,6 +59,7 @@ def is_in_every_run(app: str, wire: Wire, thinking: bool) -> bool:
     return thinking and app == "qwen3_5" and wire.name in ("Claude Code", "named response")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 @sampled_cells(is_in_every_run)

@@ -41,7 +41,7 @@ def models(folder: Path) -> dict[str, Any]:
 
 def ask(app: AppUnderTest, word: str, model: str, **fields: Any) -> int:
     """How many tokens of the prompt were cached, and how many there are."""
-    body = chat_body(f"{word}. " * 40, max_tokens=2, model=model, session_id=SESSION[word], **fields)
+    body = chat_body(f"{word}. " * 24, max_tokens=2, model=model, session_id=SESSION[word], **fields)
     response = app.post(CHAT_PATH, body)
     assert response.status == 200, response.body
     usage: Any = response.json["usage"]  # type: ignore[index]

@@ -43,7 +43,7 @@ SESSION: Mapping[str, str] = {GONE: "gone", KEPT: "kept"}
 
 
 def said(word: str) -> str:
-    return f"{word}. " * 40
+    return f"{word}. " * 16
 
 
 def body(word: str, path: str = CHAT_PATH, **fields: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fields_read import chat_fields, completion_fields, without_indices
+from tests.laws import sampled_cells
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -192,6 +193,7 @@ def test_every_field_that_is_read_has_wrong_values_here() -> None:
     assert set(COMPLETION_MISTYPED) == completion_fields()
 
 
+@sampled_cells(lambda path, stream: stream is (path == CHAT_PATH))
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION_PATH])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_field_of_the_wrong_type_is_named_and_costs_no_step(small: AppUnderTest, path: str, stream: bool) -> None:

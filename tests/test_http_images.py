@@ -13,8 +13,8 @@ from PIL import Image
 
 import kvserve.app.server
 from kvserve.core import ImageInput
-from tests.engine.visions import QUICK, VISION, data_url, picture
-from tests.laws import sampled, sampled_cells
+from tests.engine.visions import VISION, data_url, picture
+from tests.laws import IS_FULL, sampled, sampled_cells
 from tests.prompt.test_images_remote import certificate, running_host, sends
 from tests.prompt.test_images_source import BAD, encoded
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app
@@ -71,7 +71,7 @@ def all_but_the_tail(body: dict[str, Any]) -> bool:
     return found >= total - MAX_TAIL_TOKENS
 
 
-@pytest.fixture(scope="module", params=sampled(VISION, QUICK))
+@pytest.fixture(scope="module", params=sampled(VISION, ("qwen3_5_vl",)))
 def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
     folder = tmp_path_factory.mktemp(request.param)
     with serving_app(folder, family=request.param) as under_test:
@@ -295,7 +295,7 @@ def data_urls_held() -> set[str]:
 
 def send_pictures(app: AppUnderTest) -> None:
     """In conversations that go on, streamed, and in requests that are refused."""
-    for number in range(3):
+    for number in range(2 if IS_FULL else 1):
         question = user("Look: ", image_part(picture(70 + number)), " well?")
         ask(app, question, said(ask(app, question)), user("And why?"))
         app.chat([question], stream=True)
@@ -309,7 +309,7 @@ def test_no_picture_outlives_its_request(tmp_path: Path) -> None:
         held_before, urls_before = num_pictures_held(), data_urls_held()
         send_pictures(app)
         with app.connect() as leaving:
-            body = chat_body([user(image_part(picture(9)))], max_tokens=200, stream=True)
+            body = chat_body([user(image_part(picture(9)))], max_tokens=60, stream=True)
             leaving.send(encode_request("POST", CHAT_PATH, body))
             assert eventually(lambda: num_pictures_held() > held_before)
         assert eventually(lambda: app.is_idle() and num_pictures_held() == held_before), num_pictures_held()

@@ -707,7 +707,8 @@ def interpreter(minor: str) -> str | None:
     return next((str(path) for path in sorted(root.glob(f"versions/{minor}.*/bin/python"))), None)
 
 
-@pytest.mark.parametrize("minor", ["3.9", pytest.param("3.13", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("minor", ["3.9", "3.13"])
 def test_other_versions_may_start_it(finished: Checkout, minor: str) -> None:
     """The bootstrap itself runs under the oldest and the newest Python; the server always under 3.12."""
     python = interpreter(minor)

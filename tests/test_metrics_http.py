@@ -15,7 +15,7 @@ from tests.laws import IS_FULL
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, eventually, serving_app
 from tests.web.fakes import Response
 
-NUM_REQUESTS = 200 if IS_FULL else 60
+NUM_REQUESTS = 200 if IS_FULL else 36
 RESPONSES_PATH = "/v1/responses"
 SECRET = "xylophone"
 WORDS = f"The {SECRET} stands beside the window and is played on Sundays. "

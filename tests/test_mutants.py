@@ -1,16 +1,21 @@
 """The planted faults of `make mutants` fit the code as it stands."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import Edit, Mutant, read_mutants
+from tests.mutation.mutants import Edit, read_mutants
 from tests.mutation.results import Verdict, read_results, table
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = read_mutants()
+
+
+BLOCK = re.compile(r"^( *)(?:async def|def|class) ", re.MULTILINE)
+"""Where a function or a class begins, with its indentation."""
 
 
 @cache
@@ -19,27 +24,44 @@ def text_of(file: str) -> str:
 
 
 @cache
-def statements(text: str) -> dict[str, ast.stmt]:
-    """Those of a module itself, by their text with what stands before them."""
-    lines, nodes = text.splitlines(keepends=True), ast.parse(text).body
-    starts = [0, *(node.end_lineno or 0 for node in nodes)]
-    return {"".join(lines[start : node.end_lineno]): node for start, node in zip(starts, nodes, strict=False)}
+def blocks(text: str) -> list[range]:
+    """Where functions and classes stand in a text, as half-open ranges of its characters, in the order of their
+    beginnings: each ends before the next line that is no deeper than its first."""
+    return [range(begins.start(), _end(text, begins)) for begins in BLOCK.finditer(text)]
+
+
+def _end(text: str, begins: re.Match[str]) -> int:
+    after = re.compile(rf"^ {{0,{len(begins[1])}}}[^\s)\]}}]", re.MULTILINE).search(text, begins.end())
+    return after.start() if after else len(text)
+
+
+def are_alike(one: object, other: object) -> bool:
+    """Whether two nodes of syntax trees, or what stands in them, say the same, wherever they stand."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, ast.AST):
+        return all(are_alike(getattr(one, name, None), getattr(other, name, None)) for name in one._fields)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(are_alike, one, other))
+    return one == other
 
 
 def are_two_programs(one: str, other: str) -> bool:
-    """Whether statements differ in more than their words; those that are alike to the letter need no look."""
-    differing = statements(one).keys() ^ statements(other).keys()
-    dumps = [[ast.dump(node) for text, node in statements(each).items() if text in differing] for each in (one, other)]
-    return dumps[0] != dumps[1]
+    """Whether texts differ in more than their words."""
+    return not are_alike(ast.parse(one), ast.parse(other))
 
 
 def is_another_program(edit: Edit, text: str) -> bool:
-    """The same of a text and what an edit makes of it: only the statement that it stands in is read again."""
-    changed = edit.applied(text)
-    whole = next((statement for statement in statements(text) if edit.old in statement), None)
-    if whole is None:
+    """The same of a text and what an edit makes of it: where one holds the edit, only the innermost function or class
+    is read."""
+    changed, at = edit.applied(text), text.index(edit.old)
+    around = [block for block in blocks(text) if block.start <= at and at + len(edit.old) <= block.stop]
+    if not around:
         return are_two_programs(text, changed)
-    return are_two_programs(whole, whole.replace(edit.old, edit.new))
+    block = f"if True:\n{text[around[-1].start : around[-1].stop]}"
+    if not block.startswith("if True:\n "):
+        block = block.partition("\n")[2]
+    return are_two_programs(block, block.replace(edit.old, edit.new))
 
 
 def test_each_fault_has_a_name_of_its_own() -> None:
@@ -47,11 +69,27 @@ def test_each_fault_has_a_name_of_its_own() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_fault_can_be_planted(mutant: Mutant) -> None:
+def complaint(edit: Edit) -> str | None:
+    """Why an edit plants no fault, if it does not."""
+    try:
+        return None if is_another_program(edit, text_of(edit.file)) else f"the same program: {edit.old!r}"
+    except ValueError as error:
+        return str(error)
+
+
+def test_each_fault_can_be_planted() -> None:
     """Each replaced text stands in its file once, and what comes out is another program."""
-    for edit in mutant.edits:
-        assert is_another_program(edit, text_of(edit.file))
+    told = {mutant.name: [complaint(edit) for edit in mutant.edits] for mutant in MUTANTS}
+    assert {name: complaints for name, complaints in told.items() if any(complaints)} == {}
+
+
+def test_a_fault_that_is_none_is_told() -> None:
+    """The control: a text that is not there, or twice, and one that says the same, in a function or beside it."""
+    text = "a = 1  # b\n\n\nclass C:\n    def f(self):\n        return a  # d\n\n\ndef g():\n    pass  # a\n"
+    for old, new, is_another in (("# b", "# c", False), ("= 1", "= 2", True), ("# d", "# e", False)):
+        assert is_another_program(Edit("a.py", old, new), text) == is_another
+    assert is_another_program(Edit("a.py", "        return a  # d", "        return b"), text)
+    assert is_another_program(Edit("a.py", "def g():\n    pass", "def h():\n    pass"), text)
 
 
 def test_words_are_no_fault() -> None:

@@ -283,10 +283,16 @@ def is_shown(old: ModelFree, change: str) -> bool:
     }.get(change, True)
 
 
+OF_CALLS = ("argument", "calls", "results")
+
+
 def is_in_every_run(models: str, style: Style, change: str) -> bool:
-    """Each change on each kind of layers, and each way to behave; the rest is the same once more."""
-    return (models, style.name) in (("qwen3_5", "kept"), ("qwen3", "stripped"), ("gemma3", "one id")) or (
-        (models, style.name, change) == ("qwen3", "aborted", "a message is gone")
+    """Each change where layers hold states and where they can be cut, and each way to behave; the rest is the same
+    once more. Where all calls have one id it is calls and their results that could be mixed up."""
+    return (
+        (models, style.name) in (("qwen3_5", "kept"), ("qwen3", "stripped"))
+        or ((models, style.name) == ("gemma3", "one id") and any(word in change for word in OF_CALLS))
+        or (models, style.name, change) == ("qwen3", "aborted", "a message is gone")
     )
 
 
@@ -330,7 +336,7 @@ def test_a_tool_more_reaches_the_model_where_it_comes(
     assert "Walk to a hill." in remembering[ahead : len(remembering) - behind]
 
 
-@sampled_cells(lambda models, **_: models == "qwen3_5")
+@sampled_cells(lambda models, change, **_: models == "qwen3_5" and "user" in change)
 @pytest.mark.parametrize(
     ("change", "rule"), [("'10:15' of user", "current_time"), ("'10:15' of system", "current_time")]
 )

@@ -60,7 +60,7 @@ def start(
     app.clear_cache()
     messages = [{"role": "system", "content": LONG}, {"role": "user", "content": f"Look at the hill. {LONG}"}]
     talk = Conversation(app, family, style, thinking, messages, {"session_id": session})
-    talk.ask("A hill is high.", f"It is a hill. {LONG}")
+    talk.ask("A hill is high.", f"It is a hill. {LONG}" if thinking or session is None else "It is a hill.")
     talk.say(f"And the lake? {LONG}")
     return talk
 

@@ -147,15 +147,16 @@ def test_another_model_that_somebody_else_asked(tmp_path: Path) -> None:
     folders.mkdir()
     (folders / "small").symlink_to(tiny_model("llama"))
     everybody: list[dict[str, Any]] = [SESSION, {"key": "one"}, {"user": "otto"}, {"session_id": "two"}]
+    text = TEXT[:500]
     everybody += [{"session_id": None}, {"session_id": "forgotten"}]
     with serving_app(tmp_path, "qwen3", model_folders=(str(folders),), **SETTINGS) as app:
         first = app.served.name
         for number, other in enumerate(everybody):  # this model reads each for the first time
-            ask(app, f"{number}. {TEXT}", **(other if None in other.values() or "forgotten" in other.values() else {}))
+            ask(app, f"{number}. {text}", **(other if None in other.values() or "forgotten" in other.values() else {}))
         with app.connect() as client:
             assert client.request("DELETE", "/v1/cache?session=forgotten", None, {"Connection": "close"}).status == 200
         for number, other in enumerate(everybody):
-            _, told = ask(app, f"{number}. {TEXT} And more of it.", model="small", **other)
+            _, told = ask(app, f"{number}. {text} And more of it.", model="small", **other)
             expected = ("other model", first) if other == SESSION else ("new prompt", None)
             assert (told["cause"], told["decided_by"]) == expected, other
 

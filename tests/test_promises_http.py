@@ -184,11 +184,11 @@ def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: st
     fields = {"max_tokens": 200, **(form | without_space(app) if promised else {})}
     opening = {"gpt_oss": "<|channel|>analysis<|message|>"}.get(family, "" if family in OPENED else "<think>\n")
     answer = "<|start|>assistant<|channel|>final<|message|>Done." if family == "gpt_oss" else "\n\nDone."
-    with wishing(app, opening + "a " * 60 + answer) as wish:
-        limited = app.both(thinking={"type": "enabled", "budget_tokens": 23}, **fields, **wish)
+    with wishing(app, opening + "a " * 30 + answer) as wish:
+        limited = app.both(thinking={"type": "enabled", "budget_tokens": 13}, **fields, **wish)
         free = app.both(thinking="on", **fields, **wish)
-    assert reasoning_tokens(limited.usage) == 23
-    assert reasoning_tokens(free.usage) > 40
+    assert reasoning_tokens(limited.usage) == 13
+    assert reasoning_tokens(free.usage) > 25
     assert free.reasoning.startswith(limited.reasoning) and limited.reasoning
     assert limited.content
     if promised:
@@ -210,7 +210,7 @@ def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: st
 )
 def test_every_protocol_takes_a_budget(app: AppUnderTest, path: str, fields: dict[str, Any]) -> None:
     """All ways to say it limit the thinking; what is no count is a 400 that names it."""
-    body = chat_body(**{"max_tokens": 60, **fields})
+    body = chat_body(**{"max_tokens": 12, **fields})
     if path == RESPONSES_PATH:
         body = {"input": body.pop("messages"), "max_output_tokens": body.pop("max_tokens"), **body}
     response = app.post(path, body)
@@ -233,9 +233,9 @@ def test_every_protocol_takes_a_budget(app: AppUnderTest, path: str, fields: dic
 @thinking_family
 def test_a_budget_as_long_as_the_answer_leaves_room_for_one(app: AppUnderTest) -> None:
     """It is clamped, not refused; nothing is limited where nobody asked for it."""
-    answer = app.both(thinking={"type": "enabled", "budget_tokens": 5000}, max_tokens=40)
-    assert reasoning_tokens(answer.usage) == 38 and answer.num_completion_tokens == 40
-    assert reasoning_tokens(app.both(thinking="on", max_tokens=40).usage) == 40
+    answer = app.both(thinking={"type": "enabled", "budget_tokens": 5000}, max_tokens=12)
+    assert reasoning_tokens(answer.usage) == 10 and answer.num_completion_tokens == 12
+    assert reasoning_tokens(app.both(thinking="on", max_tokens=12).usage) == 12
 
 
 @pytest.mark.parametrize("family", ["glm4_moe_lite"], indirect=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agents import TELLING, model_text, seen_prompts
-from tests.laws import num_examples
+from tests.laws import num_examples, sampled
 from tests.serving import CHAT_PATH, AppUnderTest, serving_app, writing
 
 FAMILY = "qwen3_5"
@@ -111,7 +111,7 @@ def test_what_one_hid_comes_back_to_it(app: AppUnderTest) -> None:
     assert "The PIN is MARZIPAN" in prompt and "It is MARZIPAN" in prompt
 
 
-@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", sampled((CHAT_PATH, MESSAGES, RESPONSES), {MESSAGES}))
 def test_a_client_that_was_never_here_reads_nothing_of_another(app: AppUnderTest, path: str) -> None:
     """It says hello as another did, brings an answer of its own, and asks for the PIN."""
     app.clear_cache()

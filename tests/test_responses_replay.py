@@ -18,6 +18,7 @@ def conversation() -> Conversation:
     return talks[0]
 
 
+@pytest.mark.long
 @sampled_cells(lambda family, **_: family == "qwen3_5")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TWO_KINDS)

@@ -78,6 +78,7 @@ def test_without_a_disk_the_order_does_not_matter(tmp_path: Path) -> None:
         assert num_cached(app, "other", other) == known
 
 
+@pytest.mark.long
 def test_without_deletion_a_restart_finds_it(tmp_path: Path) -> None:
     """The control: the disk would have had it."""
     with serving_app(tmp_path, **ALONE) as app:
@@ -115,7 +116,7 @@ def test_what_is_deleted_before_the_model_is_known_by_name_leaves_the_disk_too(t
 def looks(app: AppUnderTest, name: str) -> list[dict[str, Any]]:
     """The same of an agent that was shown a picture."""
     create(app, name, system_prompt=SYSTEM)
-    shown = {"type": "image_url", "image_url": {"url": data_url(picture(1, 256, 256))}}
+    shown = {"type": "image_url", "image_url": {"url": data_url(picture(1, 160, 160))}}
     told(app, name, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, shown]}])
     told(app, name, STORY.format(name=name))
     return [dict(message) for message in get(app, name)["messages"]]

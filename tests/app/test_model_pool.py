@@ -121,8 +121,8 @@ def test_running_answers_end_before_the_swap(app: AppUnderTest) -> None:
 
 
 def test_requests_for_both_are_all_answered_and_grouped(app: AppUnderTest, alone: dict[str, Chat]) -> None:
-    """Twenty requests at once, every second one for the other model: right answers from the right model, few swaps."""
-    names = ["a", "b"] * 10
+    """Twelve requests at once, every second one for the other model: right answers from the right model, few swaps."""
+    names = ["a", "b"] * 6
     with ThreadPoolExecutor(len(names)) as pool:
         with held(app.served.engine):
             asking = pool.map(lambda name: ask(app, name), names)

@@ -19,7 +19,7 @@ from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_words import CallWords
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
-from tests.laws import num_examples, sampled
+from tests.laws import IS_FULL, num_examples, sampled
 from tests.output.schemas import schemas
 from tests.output.test_grammar import BROKEN, Setup, byte_tokenizer
 from tests.prompt.call_forms import ANY, READ, source_of
@@ -491,7 +491,7 @@ def test_choices_within_that_go_on_as_the_form_does_are_written(place: str) -> N
 def test_many_choices_with_marks_in_them_are_written(name: str) -> None:
     """More than a parser follows at once."""
     case, mark = setup(name), "'" if name == "quoted" else "|s"
-    for form in ("it{mark}s {number}", "{number}{mark}s"):
+    for form in ("it{mark}s {number}", "{number}{mark}s")[: 2 if IS_FULL else 1]:
         choices = [form.format(mark=mark, number=number) for number in range(600)]
         grammar = case.grammar(REQUIRED, tools=(closed({"a": {"enum": ["it", "7", *choices]}}, "a"),))
         for value in (choices[7], choices[577], "it", "7"):

@@ -16,7 +16,7 @@ from kvserve.output.record import TextPiece, random_call_id
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from tests.calls import calls_of
-from tests.laws import num_examples, sampled_cells
+from tests.laws import IS_FULL, num_examples, sampled_cells
 
 TOOLS = (
     ToolSpec("read", None, {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}),
@@ -445,21 +445,24 @@ LONG = {
 def test_work_is_linear(what: str) -> None:
     """Four times the text costs at most five times the work, whatever stays open or breaks."""
     opening, repeated = LONG[what]
-    short, long = (Work(opening + repeated * (size // len(repeated))).num_lines for size in (1500, 6000))
+    short, long = (
+        Work(opening + repeated * (size // len(repeated))).num_lines
+        for size in ((1500, 6000) if IS_FULL else (400, 1600))
+    )
     assert long < 5 * short
 
 
 def test_the_work_test_notices_a_rescan() -> None:
     """Negative control: going through the open call again at every character is not linear."""
     opening, repeated = LONG["a string"]
-    short, long = (Work(opening + repeated * size, Rescans).num_lines for size in (300, 1200))
+    short, long = (Work(opening + repeated * size, Rescans).num_lines for size in (150, 600))
     assert long > 5 * short
 
 
 def test_a_long_argument_comes_whole() -> None:
-    """An argument of 100,000 characters, one at a time, is one call with that argument."""
-    value = "x</tool_call>\n" * 7200
+    """An argument of 25,000 characters (100,000 in make full), one at a time, is one call with that argument."""
+    value = "x</tool_call>\n" * (7200 if IS_FULL else 1800)
     text = f"<tool_call>read<arg_key>path</arg_key><arg_value>{value}</arg_value></tool_call>"
     result = split(list(text))
     assert len(result.calls) == 1
-    assert len(result.calls[0][2]) >= 100_000
+    assert len(result.calls[0][2]) >= (100_000 if IS_FULL else 25_000)

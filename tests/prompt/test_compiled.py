@@ -5,6 +5,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
+from tests.laws import sampled
 
 MESSAGE = {
     "role": "user",
@@ -41,6 +42,8 @@ EXPRESSIONS = (
         "failing()",
     ),
 )
+BOTH = "{{% set found = {0} %}}{{{{ found is defined }}}} {{{{ found }}}} {{{{ {0} }}}}"
+"""Given a name, and where it stands."""
 MACROS = (
     "{% macro say(a, b='b') %}[{{ a }}{{ b }}{{ item is defined }}{{ message.role }}]{% endmacro %}"
     "{% macro down(n) %}{{ n }}{% if n %}{{ down(n - 1) }}{% endif %}{% endmacro %}"
@@ -51,7 +54,13 @@ MACROS = (
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-@pytest.mark.parametrize("form", ["{{{{ {} }}}}", "{{% set found = {} %}}{{{{ found is defined }}}} {{{{ found }}}}"])
+@pytest.mark.parametrize(
+    "form",
+    sampled(
+        ("{{{{ {} }}}}", "{{% set found = {} %}}{{{{ found is defined }}}} {{{{ found }}}}", BOTH),
+        {BOTH},
+    ),
+)
 def test_a_field_is_found_or_refused_as_in_the_sandbox(expression: str, form: str) -> None:
     """The short ways to fields and methods lead to the same values; what is unsafe stays so, and nothing is changed."""
     source = MACROS + "{% for item in [message, message] %}" + form.format(expression) + "{% endfor %}"

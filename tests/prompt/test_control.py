@@ -25,7 +25,7 @@ from kvserve.prompt.control import LIVE, MARK, ControlTokens, shown
 from kvserve.prompt.images_text import mark_of, with_marks, with_words
 from kvserve.prompt.steps import tool_dicts
 from kvserve.prompt.template import ChatTemplate, PromptText
-from tests.laws import num_examples, sampled, sampled_cells
+from tests.laws import num_examples, sampled
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.test_cuts import texts_with
 from tests.prompt.turns import FAMILIES, LOOK, Family, Talk, family, in_odd_tokens
@@ -136,7 +136,7 @@ def test_a_clients_control_tokens_are_words(name: str, place: str) -> None:
     check_every_token(family(name), place)
 
 
-@sampled_cells(lambda name, place: name == "qwen3" and place in ("user", "answer"))
+@pytest.mark.long
 @pytest.mark.parametrize("place", POSITIONS)
 @pytest.mark.parametrize("name", REAL)
 def test_they_are_words_in_real_vocabularies(name: str, place: str) -> None:

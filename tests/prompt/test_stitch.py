@@ -11,13 +11,13 @@ from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolR
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
-from tests.laws import num_examples
+from tests.laws import num_examples, sampled
 from tests.prompt.samples import byte_level_backend, conversations, tokenizer_of
-from tests.prompt.test_cuts import added_names, texts_with
+from tests.prompt.test_cuts import IN_EVERY_RUN, added_names, texts_with
 from tests.prompt.turns import FAMILIES, HEADERS, LOOK, Talk, family
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled(FAMILIES, IN_EVERY_RUN))
 def test_ids_are_those_of_the_whole_text(name: str) -> None:
     """Any text at all, cold and warm, and even with nothing remembered: ids and message starts are the same."""
     of = family(name)

@@ -147,7 +147,7 @@ def test_two_calls_in_one_turn_are_two_calls(app: AppUnderTest, family: str) -> 
 
 
 @pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": "none"}], ids=["no tools", "none"])
-@sampled_cells(lambda family, tools: family == ("qwen3" if tools else "qwen3_5") or (family == "gpt_oss" and tools))
+@sampled_cells(lambda family, tools: family == ("gpt_oss" if tools else "qwen3_5"))
 def test_a_call_that_nobody_allowed_is_content(app: AppUnderTest, family: str, tools: Mapping[str, Any]) -> None:
     """Without tools, or with tool_choice none, what looks like a call is text, and none of it is lost."""
     text = _written(family, "", "", CALLS[family])
@@ -177,7 +177,7 @@ def test_a_call_cut_by_the_limit_says_what_there_is(app: AppUnderTest, family: s
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
-@sampled_cells(lambda family, **_: family != "gpt_oss")
+@sampled_cells(lambda family, **_: family == "qwen3")
 @thinking
 @whatever_call
 def test_a_stop_string_cuts_the_content_exactly(app: AppUnderTest, family: str, thinking: str) -> None:
@@ -234,16 +234,16 @@ def test_a_forced_call_comes_in_the_form_of_the_family(app: AppUnderTest, thinki
 def test_json_of_a_schema_parses_and_obeys(app: AppUnderTest, family: str, thinking: str) -> None:
     """The content is the JSON and nothing else; thinking that finds no end is ended at half of the limit."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
-    answer = app.both(response_format=form, thinking=thinking, max_tokens=120, **without_space(app))
+    answer = app.both(response_format=form, thinking=thinking, max_tokens=80, **without_space(app))
     assert fits(json.loads(answer.content)) and answer.finish_reason == "stop" and answer.calls == ()
     assert answer.usage is not None
     num_thought = answer.usage["completion_tokens_details"]["reasoning_tokens"]
     if thinking == "off":
         assert answer.reasoning == "" and num_thought == 0
     elif family in OPENED:
-        assert answer.reasoning and num_thought == 60
+        assert answer.reasoning and num_thought == 40
     else:
-        assert num_thought <= 60
+        assert num_thought <= 40
 
 
 @sampled_cells(lambda family, thinking: family == "qwen3_5" or (family, thinking) == ("qwen3", "off"))
@@ -323,10 +323,10 @@ def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
 
 
 @whatever_form
-def test_the_context_limit_is_told_from_a_limit_of_the_request(app: AppUnderTest) -> None:
+def test_the_context_limit_is_told_from_a_limit_of_the_request(app: AppUnderTest, family: str) -> None:
     """In Anthropic's form, where a client compacts on the one and asks for more on the other; OpenAI's has `length`."""
-    with writing(app, "word " * 300, ends=False) as fields:
-        said = "and so on " * 200
+    with writing(app, "word " * 100, ends=False) as fields:
+        said = "and so on " * (200 if family == "gpt_oss" else 230)  # its template says more of itself
         for limit, reason in ((5, "max_tokens"), (100_000, "model_context_window_exceeded")):
             message = ask(app, said, max_tokens=limit, **fields)
             assert message["stop_reason"] == reason

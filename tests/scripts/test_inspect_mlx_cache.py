@@ -17,12 +17,12 @@ from kvserve.engine.engine_settings import DiskSettings
 from tests.engine.engines import assert_exact, cached, cold, generate, prompt_of, running_engine, turn
 from tests.engine.test_disk_cache import usable
 from tests.engine.test_windows import NEW_TOKENS, converse
-from tests.laws import THREE_KINDS, sampled, sampled_cells
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 from tests.scripts.conftest import run_script, start_script
 from tests.serving import AppUnderTest
 
-FAMILIES = sampled((*THREE_KINDS, "glm4_moe_lite", "gpt_oss"), THREE_KINDS)
+FAMILIES = sampled((*THREE_KINDS, "glm4_moe_lite", "gpt_oss"), TWO_KINDS)
 PROMPT = prompt_of(300)
 NUM_ANSWER_TOKENS = 16
 

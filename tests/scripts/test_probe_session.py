@@ -34,6 +34,7 @@ def test_a_changed_history_is_computed_again(server: AppUnderTest, mode: str) ->
         assert f"ok    {sentence}" in done.stdout
 
 
+@pytest.mark.long
 def test_every_request_stands_in_the_traces(
     server: AppUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

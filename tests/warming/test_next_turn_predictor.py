@@ -18,7 +18,7 @@ from kvserve.protocols.openai_chat import parse_chat
 from kvserve.requests.serve import preview
 from kvserve.sessions.seen import common_length
 from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, NextTurnPredictor, over
-from tests.laws import sampled_cells
+from tests.laws import num_examples, sampled_cells
 from tests.models import tiny_model
 
 
@@ -152,7 +152,7 @@ def test_no_word_of_a_message_that_nobody_knows_is_guessed(some: Client, calls: 
     echo = {"role": "assistant", "content": asked.said, **({"tool_calls": wire} if wire else {})}
     role = {"role": "tool", "tool_call_id": "call0"} if calls else {"role": "user"}
 
-    @settings(max_examples=20, deadline=None, derandomize=True)
+    @settings(max_examples=num_examples(20), deadline=None, derandomize=True)
     @given(st.text(min_size=1, max_size=12))
     def check(words: str) -> None:
         next_prompt = some.would_read(body([*SAID, echo, {**role, "content": words}, WITH_CARRIER[-1]]))
