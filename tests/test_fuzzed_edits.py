@@ -173,7 +173,6 @@ def read(app: AppUnderTest, messages: Messages, **fields: Any) -> tuple[int, str
     return status, re.sub(r"<think>\s*</think>\s*", "", text)
 
 
-@pytest.mark.long
 @given(EDITS)
 @settings(max_examples=num_examples(4), deadline=None)
 def test_an_edit_reaches_the_model(app: AppUnderTest, edits: list[Edit]) -> None:
@@ -186,7 +185,6 @@ def test_an_edit_reaches_the_model(app: AppUnderTest, edits: list[Edit]) -> None
     assert known == plain, "".join(unified_diff(plain[1].splitlines(True), known[1].splitlines(True)))
 
 
-@pytest.mark.long
 def test_an_edit_that_did_not_reach_it_would_be_seen(app: AppUnderTest) -> None:
     """The control: thinking that the client left out does come back, and is no part of the other prompt."""
     if app.family == "qwen3":  # type: ignore[attr-defined]
