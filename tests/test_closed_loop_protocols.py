@@ -55,7 +55,7 @@ on_recurrent_states = pytest.mark.parametrize("app", sampled(TWO_KINDS, ("qwen3_
 
 
 def is_in_every_run(app: str, wire: Wire, thinking: bool) -> bool:
-    """With a model that goes on thinking: a wire that sends all back, and the one that names what the server keeps."""
+    """With a model that goes on thinking, a wire that sends all back."""
     return thinking and app == "qwen3_5" and wire.name == "Claude Code"
 
 
