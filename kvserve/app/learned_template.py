@@ -1,7 +1,9 @@
 """What is found out about a model's tokenizer and chat template before its weights are there: all that writes prompts
 and reads answers, and why what could not be found out was not.
 
-It joins what `prompt/` and `output/` find by rendering; it knows no engine and no server.
+It joins what `prompt/` and `output/` find by rendering and, where that is no form of calls, the parser that mlx-lm
+has. Whether calls are read and held in the form that the template writes is found out by writing one. It starts no
+engine.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """From a model folder to a served model: tokenizer, template, records and output format first, the engine's part once
 its weights are there.
 
-It joins rooms per model. Which model is loaded, and when, is for `model_pool.py` to say. Whether the form in which a
-model's template writes calls is the one that is read and held is found out by writing one.
+It joins rooms per model. Which model is loaded, and when, is for `model_pool.py` to say; what its chat template can is
+found out in `learned_template.py`.
 """
 
 import contextlib
