@@ -39,7 +39,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # The time of one example says little on a shared machine; pytest-timeout guards the whole test. A law that names no
 # number of examples has hypothesis' own hundred in `make full`.
-settings.register_profile("kvserve", deadline=None, max_examples=100 if os.environ.get("FULL_RUN") == "1" else 50)
+settings.register_profile("kvserve", deadline=None, max_examples=100 if os.environ.get("FULL_RUN") == "1" else 30)
 settings.load_profile("kvserve")
 
 

@@ -10,7 +10,7 @@ import pytest
 IS_FULL = os.environ.get("FULL_RUN") == "1"
 """Whether this is `make full`: every family and cell, and every law with more examples."""
 
-_TIMES = 25 if IS_FULL else 0.5
+_TIMES = 25 if IS_FULL else 0.3
 
 TWO_KINDS = ("qwen3", "qwen3_5")
 """The least that shows a law of caches: one family whose layers can be cut anywhere, one with recurrent states."""
@@ -20,8 +20,8 @@ THREE_KINDS = (*TWO_KINDS, "gemma3")
 
 
 def num_examples(in_every_run: int) -> int:
-    """For `max_examples`: half of that many in the default run, but three, as the first one is the least that there is;
-    twenty-five times as many in `make full`."""
+    """For `max_examples`: three tenths of that many in the default run, but three, as the first one is the least that
+    there is; twenty-five times as many in `make full`."""
     return max(math.ceil(in_every_run * _TIMES), min(in_every_run, 3))
 
 

@@ -124,6 +124,8 @@ def _most_edits(name: str) -> float:
 def _edits(one: str, other: str) -> float:
     """How many letters were left out, put in, swapped with their neighbour or mistaken, infinite above `MAX_EDITS`; a
     mistaken one makes a short word another word, and counts twice there."""
+    if max(len(set(one) - set(other)), len(set(other) - set(one))) > MAX_EDITS:  # each needs an edit of its own
+        return math.inf
     mistaken = 1 if min(len(one), len(other)) >= SHORT_NAME else 2
     rows = [list(range(len(other) + 1))]
     for i, a in enumerate(one, 1):
