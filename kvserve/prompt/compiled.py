@@ -93,7 +93,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return __obj(*args, **kwargs)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     """The template in a sandbox with Hugging Face's filters, globals and tags, and the variables that it reads. Cached,
     because it takes tens of milliseconds and a model that is loaded again has the same source.

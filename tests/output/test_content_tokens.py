@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import ContentDelta, ContentToken, GenerationDone, GenerationTiming, TokenLogprobs, ToolSpec
@@ -185,6 +185,7 @@ PARTS = ("<think>", "</think>", CALL, "<tool_call>", "END", "E", "é", "🫠", "
     bursts=st.booleans(),
     stops=st.sampled_from([(), ("END",), ("word", "ENE")]),
 )
+@example(parts=["</think>", "é"], sizes=[3], at_once=1, bursts=False, stops=())  # a token ends inside é
 @settings(max_examples=num_examples(150))
 def test_each_token_that_writes_content_is_told_once_with_its_first_character(
     raw: bool, parts: list[str], sizes: list[int], at_once: int, bursts: bool, stops: tuple[str, ...]
