@@ -11,6 +11,7 @@ from typing import Any
 
 from kvserve.demo.build import build_digest, build_model
 from kvserve.demo.families import TINY, ModelScale
+from tests import recurrent
 
 TWO_LAYERS = ModelScale(num_layers=2)
 """One layer of each kind that a family has, at half the price of the demo's four: enough for most laws of caches; that
