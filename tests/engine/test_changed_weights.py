@@ -36,7 +36,7 @@ from tests.starts import remembered_starts
 from tests.web.fakes import eventually
 from tests.weights import change_byte, digest_held_back, turn_middle
 
-BASE = prompt_of(180)
+BASE = prompt_of(200)
 NUM_MOST = 160
 """Most of it."""
 
@@ -125,7 +125,7 @@ def test_a_tower_in_a_file_of_any_name_is_part_of_the_model(tmp_path: Path) -> N
 def test_no_answer_waits_for_the_digest(family: str, tmp_path: Path) -> None:
     """It is held back: the answer comes, nothing of before is found, what this engine has computed is. Once it is known
     the disk has all of that, what was there before is found again, and so is everything after the next start."""
-    folder, kv, other = copy_of(family, tmp_path), tmp_path / "kv", prompt_of(180, seed=1)
+    folder, kv, other = copy_of(family, tmp_path), tmp_path / "kv", prompt_of(200, seed=1)
     before = ask(folder, kv)
     (kv / MEMORY_FILE).unlink(missing_ok=True)
     with digest_held_back() as let_go, engine_on(folder, kv) as engine:
