@@ -11,6 +11,7 @@ from typing import Any
 
 from kvserve.demo.build import build_digest, build_model
 from kvserve.demo.families import TINY, ModelScale
+from tests.recurrent import stand_in
 
 TWO_LAYERS = ModelScale(num_layers=2)
 """One layer of each kind that a family has, at half the price of the demo's four: enough for most laws of caches; that
@@ -28,6 +29,7 @@ def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: An
 
     Unless `answer_tokens` is given the model never ends an answer by itself, so that tests decide on the length.
     """
+    stand_in()
     scale = TINY if family.startswith(DEEP) else TWO_LAYERS
     family = family.removeprefix(DEEP)
     arguments = {"scale": scale, "answer_tokens": answer_tokens} | arguments

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvserve.app import learned_template, model_swap
 from kvserve.core import SamplingParams
-from kvserve.engine import decode, draft_support, engine_start, leaf_forms, pass_costs, vision_check
+from kvserve.engine import decode, draft_support, engine_start, leaf_forms, pass_costs, shapeless, vision_check
 from kvserve.engine import model as engine_model
 from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches
@@ -60,6 +60,9 @@ _check_vision = vision_check.check_vision
 _surroundings = engine_start.surroundings
 _surroundings_once = cache(_surroundings)
 """The files of the libraries are looked through once: there are four thousand."""
+_keeps_the_first_length = shapeless.keeps_the_first_length
+_keeps_the_first_length_once = cache(_keeps_the_first_length)
+"""It is of MLX, not of a model."""
 
 
 def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION, *look: Looking) -> LoadedModel:
@@ -174,6 +177,8 @@ def remembered_starts() -> Iterator[None]:
             patch.setattr(vision_check, "check_vision", _check_vision_once)
         if engine_start.surroundings is _surroundings:
             patch.setattr(engine_start, "surroundings", _surroundings_once)
+        if shapeless.keeps_the_first_length is _keeps_the_first_length:
+            patch.setattr(shapeless, "keeps_the_first_length", _keeps_the_first_length_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
         if learned_template.row_of_calls is _row_of_calls:

@@ -36,7 +36,10 @@ from tests.starts import remembered_starts
 from tests.web.fakes import eventually
 from tests.weights import change_byte, digest_held_back, turn_middle
 
-BASE = prompt_of(300)
+BASE = prompt_of(200)
+NUM_MOST = 160
+"""Most of it."""
+
 FAMILIES = ("qwen3", "qwen3_5")
 NUM_TOKENS = 12
 
@@ -80,7 +83,7 @@ def test_values_that_changed_within_a_tensor_are_other_weights(family: str, tmp_
     folder, kv = copy_of(family, tmp_path), tmp_path / "kv"
     first = ask(folder, kv)
     assert_exact(again := ask(folder, kv), first.tokens)
-    assert cached(first) == 0 and cached(again) > 250
+    assert cached(first) == 0 and cached(again) > NUM_MOST
     turn_middle(folder / "model.safetensors", "mlp.down_proj.weight")
     other = ask(folder, kv)
     assert cached(other) == 0
@@ -88,7 +91,7 @@ def test_values_that_changed_within_a_tensor_are_other_weights(family: str, tmp_
     assert other.tokens != first.tokens
     turn_middle(folder / "model.safetensors", "mlp.down_proj.weight")
     assert_exact(back := ask(folder, kv), first.tokens)
-    assert cached(back) > 250
+    assert cached(back) > NUM_MOST
 
 
 def test_a_tower_in_a_file_of_any_name_is_part_of_the_model(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_a_tower_in_a_file_of_any_name_is_part_of_the_model(tmp_path: Path) -> N
 def test_no_answer_waits_for_the_digest(family: str, tmp_path: Path) -> None:
     """It is held back: the answer comes, nothing of before is found, what this engine has computed is. Once it is known
     the disk has all of that, what was there before is found again, and so is everything after the next start."""
-    folder, kv, other = copy_of(family, tmp_path), tmp_path / "kv", prompt_of(300, seed=1)
+    folder, kv, other = copy_of(family, tmp_path), tmp_path / "kv", prompt_of(200, seed=1)
     before = ask(folder, kv)
     (kv / MEMORY_FILE).unlink(missing_ok=True)
     with digest_held_back() as let_go, engine_on(folder, kv) as engine:
@@ -132,21 +135,21 @@ def test_no_answer_waits_for_the_digest(family: str, tmp_path: Path) -> None:
         assert_exact(second, before.tokens)
         status = engine.status.digest
         assert status.state == "reading" and status.reason and not is_on_disk(engine)
-        assert cached(generate(engine, turn(other, 1))[0]) > 250  # its own RAM is of no other weights
+        assert cached(generate(engine, turn(other, 1))[0]) > NUM_MOST  # its own RAM is of no other weights
         engine._ask(lambda scheduler: scheduler.cache.clear())
         assert cached(generate(engine, turn(other, 1))[0]) == 0
         let_go.set()
         assert eventually(lambda: is_on_disk(engine))
         assert engine.status.digest.state == "known"
         engine._ask(lambda scheduler: check_integrity(scheduler.cache._tree))
-        assert cached(generate(engine, turn(other, 1))[0]) > 250
+        assert cached(generate(engine, turn(other, 1))[0]) > NUM_MOST
         [found] = generate(engine, turn(BASE, NUM_TOKENS))
         assert_exact(found, before.tokens)
-        assert cached(found) > 250
+        assert cached(found) > NUM_MOST
         assert engine.cache_report().disk.num_restores == 1  # type: ignore[union-attr]
     warm = ask(folder, kv, other)
     assert_exact(warm, first.tokens)
-    assert cached(warm) > 250
+    assert cached(warm) > NUM_MOST
 
 
 def test_a_row_that_runs_when_the_name_comes_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +190,13 @@ def test_what_changes_while_it_is_loaded_is_kept_nowhere(tmp_path: Path, monkeyp
     monkeypatch.setattr(engine_start, "with_images_tried", changing)
     with engine_on(folder, kv, lines.append) as engine:
         assert cached(generate(engine, turn(BASE, 1))[0]) == 0
-        assert cached(generate(engine, turn(BASE, 1))[0]) > 250
+        assert cached(generate(engine, turn(BASE, 1))[0]) > NUM_MOST
         assert engine.status.digest.state == "unknown" and not is_on_disk(engine)
     assert sorted(kv.rglob("*.safetensors")) == files
     assert sum("model.safetensors changed" in line for line in lines) == 1
     monkeypatch.setattr(engine_start, "with_images_tried", load)
     assert cached(ask(folder, kv)) == 0
-    assert cached(ask(folder, kv)) > 250
+    assert cached(ask(folder, kv)) > NUM_MOST
 
 
 def test_a_cache_that_is_emptied_before_the_name_is_known_stays_empty(tmp_path: Path) -> None:

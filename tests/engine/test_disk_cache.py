@@ -46,7 +46,7 @@ from tests.models import DEEP, TWO_LAYERS, tiny_model
 from tests.starts import remembered_starts
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
-BASE = prompt_of(300)
+BASE = prompt_of(300 if IS_FULL else 200)
 PAIR_TOKENS = 2 * MESSAGE_TOKENS
 WAIT_SECONDS = 60.0
 NUM_TOKENS = NUM_ANSWER_TOKENS if IS_FULL else 24
@@ -493,7 +493,7 @@ def test_a_shutdown_keeps_what_running_rows_had(family: str, tmp_path: Path) -> 
 
 def test_an_ephemeral_disk_empties_ram_and_leaves_nothing(tmp_path: Path) -> None:
     """RAM holds nothing of rows that are over; they come back from the scratch file, exactly; no file is ever seen."""
-    prompts = [prompt_of(300, seed) for seed in range(3)]
+    prompts = [prompt_of(200, seed) for seed in range(3)]
     with running_engine(disk=on(tmp_path, is_ephemeral=True)) as engine:
         first = [generate(engine, turn(prompt, 8))[0] for prompt in prompts]
         wait_until(lambda: engine.cache_report().stats.ram_bytes == 0)
@@ -514,7 +514,7 @@ def test_states_of_an_unknown_class_stay_in_ram(tmp_path: Path, monkeypatch: pyt
         [first] = generate(engine, turn(BASE, 8))
         [again] = generate(engine, turn(BASE, 8))
         assert_exact(again, first.tokens)
-        assert cached(again) > 200
+        assert cached(again) > 150
         assert disk_of(engine).stats.faults == {"unsupported": 1} and len(lines) == 1
 
 

@@ -35,6 +35,9 @@ from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
 
 NUM_TOKENS = 40 if IS_FULL else 24
+NUM_LEFT = 100 if IS_FULL else 64
+"""Within these a model that guesses badly is left."""
+
 PROMPT = prompt_of(60)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 KINDS = ("llama", "qwen3_5", "gemma3")
@@ -102,8 +105,8 @@ def test_a_row_whose_tokens_were_not_taken_back_is_guessed_worse(
 
 def test_a_model_that_guesses_badly_is_soon_left() -> None:
     with drafted_engine("llama", tiny_model("llama", seed=1)) as engine:
-        plain = ask(engine, request(PROMPT, 100))
-        found = ask(engine, drafted(PROMPT, 100))
+        plain = ask(engine, request(PROMPT, NUM_LEFT))
+        found = ask(engine, drafted(PROMPT, NUM_LEFT))
         assert found.tokens == plain.tokens
         assert drafts_of(found).num_accepted < drafts_of(found).num_tokens // 4
         assert not status(engine).is_used

@@ -32,11 +32,11 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.odd_caches import DropsPadding
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model
 
 NUM_ROWS = 8
-NUM_TOKENS = 12
+NUM_TOKENS = 12 if IS_FULL else 8
 
 
 @pytest.fixture(scope="module")

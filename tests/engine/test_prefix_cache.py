@@ -73,7 +73,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
 
 
 BASE = prompt_of(288)
-NUM_LOGITS = NUM_ANSWER_TOKENS if IS_FULL else 10
+NUM_LOGITS = NUM_ANSWER_TOKENS if IS_FULL else 6
 """Logits show at once what a text shows after up to 46 tokens."""
 
 NUM_FIRST = NUM_ANSWER_TOKENS if IS_FULL else 18

@@ -345,6 +345,7 @@ def test_swapped_checkpoints_are_noticed_in_both_rows(prepared: Prepared) -> Non
                 assert_exact(warm, expected)
 
 
+@sampled_cells(lambda prepared: prepared in WINDOWED)
 def test_a_window_with_a_row_less_than_is_seen_ends_the_request(prepared: Prepared) -> None:
     """Where the oldest row is not even there the masks do not fit: the request fails instead of answering wrongly."""
     _only(prepared, WINDOWED)

@@ -37,11 +37,13 @@ from tests.laws import TWO_KINDS, sampled
 from tests.models import tiny_model
 
 
-def reference(family: str, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
+def references(family: str, prompts: list[list[int]], num_tokens: int) -> list[tuple[int, ...]]:
     """Greedy tokens of mlx-lm's own single-row generator."""
     model, _ = load_model(tiny_model(family))
-    steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens)
-    return tuple(int(token) for token, _ in steps)
+    return [
+        tuple(int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=num_tokens))
+        for prompt in prompts
+    ]
 
 
 def wait_for(condition, seconds: float = 60) -> None:
@@ -62,7 +64,7 @@ def first_token(generation: RequestHandle) -> None:
 def test_greedy_text_is_mlx_lms_own_alone_and_in_a_batch(family: str) -> None:
     """Each family writes what mlx-lm's single-row generator writes, alone and beside rows of other lengths."""
     prompts = [prompt_of(length, seed) for seed, length in enumerate((40, 150, 1))]
-    expected = [reference(family, prompt, 8) for prompt in prompts]
+    expected = references(family, prompts, 8)
     assert len(set(expected)) == len(expected), "the prompts must lead to different texts, else nothing is tested"
     with running_engine(family) as engine:
         alone = [generate(engine, request(prompt, 8))[0].tokens for prompt in prompts]
