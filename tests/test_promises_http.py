@@ -75,7 +75,7 @@ def test_a_strict_tool_is_held_where_the_model_may_call(app: AppUnderTest, famil
     opened = "<think>\n" if thought and family not in OPENED else ""
     fields = {"thinking": thinking, "max_tokens": 300, "parallel_tool_calls": False}
     with wishing(app, opened + thought + said + bad) as wish:
-        free = app.both(tools=TOOLS, **fields, **wish)
+        free = app.chat(tools=TOOLS, **fields, **wish)
         held = app.both(tools=STRICT_TOOLS, **fields, **wish)
     assert json.loads(free.calls[0][1])["city"] == "Paris", "the control: that is what the model wants"
     assert held.content == free.content and held.reasoning == free.reasoning
@@ -128,7 +128,7 @@ def test_text_beside_strict_tools_is_what_the_model_wants(app: AppUnderTest, fam
     said = "Use <b> or {}: 5 < 6.\n"
     text = f"<|channel|>final<|message|>{said}" if family == "gpt_oss" else said
     with wishing(app, text) as wish:
-        free = app.both(tools=TOOLS, thinking="off", max_tokens=100, **wish)
+        free = app.chat(tools=TOOLS, thinking="off", max_tokens=100, **wish)
         held = app.both(tools=STRICT_TOOLS, thinking="off", max_tokens=100, **wish)
     assert replace(held, usage=free.usage) == free  # the prompt shows `strict`, where the template writes tools as JSON
     assert free.content == said.rstrip("\n") or free.content == said
@@ -186,7 +186,7 @@ def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: st
     answer = "<|start|>assistant<|channel|>final<|message|>Done." if family == "gpt_oss" else "\n\nDone."
     with wishing(app, opening + "a " * 30 + answer) as wish:
         limited = app.both(thinking={"type": "enabled", "budget_tokens": 13}, **fields, **wish)
-        free = app.both(thinking="on", **fields, **wish)
+        free = app.chat(thinking="on", **fields, **wish)
     assert reasoning_tokens(limited.usage) == 13
     assert reasoning_tokens(free.usage) > 25
     assert free.reasoning.startswith(limited.reasoning) and limited.reasoning
@@ -235,7 +235,7 @@ def test_a_budget_as_long_as_the_answer_leaves_room_for_one(app: AppUnderTest) -
     """It is clamped, not refused; nothing is limited where nobody asked for it."""
     answer = app.both(thinking={"type": "enabled", "budget_tokens": 5000}, max_tokens=12)
     assert reasoning_tokens(answer.usage) == 10 and answer.num_completion_tokens == 12
-    assert reasoning_tokens(app.both(thinking="on", max_tokens=12).usage) == 12
+    assert reasoning_tokens(app.chat(thinking="on", max_tokens=12).usage) == 12
 
 
 @pytest.mark.parametrize("family", ["glm4_moe_lite"], indirect=True)
