@@ -184,11 +184,11 @@ def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: st
     fields = {"max_tokens": 200, **(form | without_space(app) if promised else {})}
     opening = {"gpt_oss": "<|channel|>analysis<|message|>"}.get(family, "" if family in OPENED else "<think>\n")
     answer = "<|start|>assistant<|channel|>final<|message|>Done." if family == "gpt_oss" else "\n\nDone."
-    with wishing(app, opening + "a " * 30 + answer) as wish:
-        limited = app.both(thinking={"type": "enabled", "budget_tokens": 13}, **fields, **wish)
+    with wishing(app, opening + "a " * 18 + answer) as wish:
+        limited = app.both(thinking={"type": "enabled", "budget_tokens": 7}, **fields, **wish)
         free = app.chat(thinking="on", **fields, **wish)
-    assert reasoning_tokens(limited.usage) == 13
-    assert reasoning_tokens(free.usage) > 25
+    assert reasoning_tokens(limited.usage) == 7
+    assert reasoning_tokens(free.usage) > 14
     assert free.reasoning.startswith(limited.reasoning) and limited.reasoning
     assert limited.content
     if promised:
@@ -298,7 +298,7 @@ def test_a_call_follows_prefilled_text(app: AppUnderTest) -> None:
 def test_json_behind_prefilled_thinking(app: AppUnderTest, thinking: str) -> None:
     """Unfinished thinking is gone on with, finished thinking is done; the JSON comes whole, or its rest."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
-    fields = {"thinking": "on", "max_tokens": 120, **form, **without_space(app)}
+    fields = {"thinking": "on", "max_tokens": 90, **form, **without_space(app)}
     user = {"role": "user", "content": "Weather?"}
     if thinking == "prefilled":
         answer = app.both([user, {"role": "assistant", "content": "<think>\nI see"}], **fields)
