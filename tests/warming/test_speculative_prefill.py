@@ -71,6 +71,11 @@ def start(app: AppUnderTest, style: EchoStyle, about: str) -> Conversation:
     return Conversation(app, family, style, True, [dict(SYSTEM), user])
 
 
+def said(turn: int) -> str:
+    """The first answer shows of all that they were given to who sends it back."""
+    return f"{turn}: {SAID}" if turn == 0 else f"{turn}: It is over there, behind the other one, as far as one can see."
+
+
 def num_new_tokens(app: AppUnderTest, asked: Asked, text: str) -> int:
     """Tokens of a prompt from the newest words on: these words, what the client puts behind them, and the tail."""
     ids, prompt = tuple(app.served.tokenizer.encode(text)), asked.prompt_ids
@@ -83,7 +88,7 @@ def lead(talk: Conversation, *, pauses: bool) -> list[int]:
     app, extra, text = talk.app, [], ""
     for turn in range(NUM_TURNS):
         calls = turn < NUM_TURNS - 2
-        asked = talk.ask(f"{turn}: {THOUGHT}", f"{turn}: {SAID}", f"hill {turn}" if calls else None)
+        asked = talk.ask(f"{turn}: {THOUGHT}", said(turn), f"hill {turn}" if calls else None)
         if turn:
             num_prefilled = len(asked.prompt_ids) - asked.num_cached_tokens
             extra.append(num_prefilled - num_new_tokens(app, asked, text))
@@ -139,7 +144,7 @@ def test_a_carrier_that_no_rule_knows_is_right_from_the_second_time_on(
         extra, text = [], ""
         num_turns = 3 if IS_FULL or number == 0 else 2
         for turn in range(num_turns):
-            asked = talk.ask(f"{turn}: {THOUGHT}", f"{turn}: {SAID}")
+            asked = talk.ask(f"{turn}: {THOUGHT}", said(turn))
             if turn:
                 num_prefilled = len(asked.prompt_ids) - asked.num_cached_tokens
                 extra.append(num_prefilled - num_new_tokens(app, asked, text))
