@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -25,8 +24,9 @@ from typing import Any
 
 import pytest
 
+import kvserve.app.process
 import kvserve.app.server
-from kvserve.app.process import REPEAT_SECONDS, main
+from kvserve.app.process import main
 from kvserve.cache.disk_worker import DiskWorker
 from kvserve.engine.worker import Engine
 from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
@@ -481,8 +481,8 @@ def test_main_leaves_a_pass_that_outlasts_the_stop(tmp_path: Path, monkeypatch: 
     for outlasts in (True, False):
         may_end.clear()
         with monkeypatch.context() as patch:
+            patch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 0.1 if outlasts else START_SECONDS)
             if outlasts:
-                patch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 0.1)
                 patch.setattr(Engine, "_keep_on_disk", lambda _: may_end.wait(START_SECONDS))
 
             def client(server: Led) -> None:
@@ -502,6 +502,7 @@ def test_main_ends_at_once_by_a_second_signal_and_says_what_is_lost(
     may_end, write = threading.Event(), DiskWorker.write
     monkeypatch.setattr(DiskWorker, "write", lambda worker, blob: (may_end.wait(START_SECONDS), write(worker, blob))[1])
     monkeypatch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(kvserve.app.process, "REPEAT_SECONDS", START_SECONDS)
 
     def client(server: Led) -> None:
         server.answers()
@@ -509,7 +510,7 @@ def test_main_ends_at_once_by_a_second_signal_and_says_what_is_lost(
         server.says("Stopping.")
         os.kill(os.getpid(), signal.SIGINT)
         server.says("writing KV to disk: 0.0 of ")
-        time.sleep(REPEAT_SECONDS)
+        monkeypatch.setattr(kvserve.app.process, "REPEAT_SECONDS", 0.0)  # some time later
         os.kill(os.getpid(), signal.SIGINT)
 
     server = led(tmp_path, may_end, client)
