@@ -17,12 +17,12 @@ from kvserve.engine.worker import Engine
 from tests.serving import CHAT_PATH, AppUnderTest, writing
 
 TELLING = (
-    "Please continue without previous information because every requested configuration description is available. "
-    "The current workspace directory contains nothing possible otherwise, explicitly. The background document "
-    "continues without requested configuration information; every previous response description is available."
+    "explicitly requested configuration description and nothing otherwise available: requested configuration "
+    "directory, available information description, background configuration workspace, explicitly requested directory "
+    "information otherwise available configuration description."
 )
-"""An answer long enough to show that whoever sends it back was given it (`identity/owner.py`), in words that are a
-token each: the model of a test writes forty instead of two hundred."""
+"""An answer long enough to show that whoever sends it back was given it (`identity/owner.py`), in long words that are a
+token each: the model of a test writes thirty instead of two hundred."""
 
 TOOL = {
     "type": "function",

@@ -165,6 +165,12 @@ def serving_app(
     assert eventually(lambda: set(threading.enumerate()) <= threads), set(threading.enumerate()) - threads
 
 
+@classmethod  # type: ignore[misc]
+def _what_is_given(_settings: Any, _kind: Any, init_settings: Any, **_others: Any) -> tuple[Any, ...]:
+    """The one source of settings that have all their values."""
+    return (init_settings,)
+
+
 @contextlib.contextmanager
 def unstarted_app(
     folder: Path,
@@ -186,7 +192,9 @@ def unstarted_app(
         "warm_next_turn": False,  # reuse and forward passes are those of the requests alone
         "speculation": SPECULATION,
     }
-    launch = Launch(Settings(_env_file=None, **(values | settings)), None, False, disk_cache, {})  # type: ignore[call-arg]
+    with pytest.MonkeyPatch.context() as patch:  # what the environment says would be read and not used
+        patch.setattr(Settings, "settings_customise_sources", _what_is_given)
+        launch = Launch(Settings(**(values | settings)), None, False, disk_cache, {})
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         real = kvserve.app.server.web_settings

@@ -1,7 +1,8 @@
 """What a start finds out about a tiny model is found out once per process, by whichever test starts it first.
 
 The passes that show a model's sizes, the trials of its caches, with drafts too, and of an image, the first two tokens,
-the probing of its chat template and the proof of how that writes calls take most of a start, and always find the same:
+the probing of its chat template and the proofs of how that writes calls and turns, and of where text can be cut, take
+most of a start, and always find the same:
 they depend on the model's folder, on how its KV is quantised, on the classes of its caches and on the template alone.
 Tests of these themselves call `check_caches`, `ChatTemplate` and `row_of_calls` directly, where nothing is remembered.
 """
@@ -9,7 +10,7 @@ Tests of these themselves call `check_caches`, `ChatTemplate` and `row_of_calls`
 import gc
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -23,6 +24,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvserve.app import learned_template, model_swap
+from kvserve.app.model_factory import ModelFactory
 from kvserve.core import SamplingParams
 from kvserve.engine import decode, draft_support, engine_start, leaf_forms, pass_costs, shapeless, vision_check
 from kvserve.engine import model as engine_model
@@ -32,7 +34,7 @@ from kvserve.engine.model import CacheSupport, LoadedModel, Looking, Probed
 from kvserve.engine.model_files import file_stamps
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
-from kvserve.prompt import template
+from kvserve.prompt import cuts, stitch, template
 from tests.laws import IS_FULL
 from tests.weights import fingerprint_of
 
@@ -47,6 +49,7 @@ _draft_supports: dict[Any, DraftSupport] = {}
 _drawn: set[Any] = set()
 _profiles: dict[Any, Any] = {}
 _rows: dict[Any, Any] = {}
+_learned: dict[Any, Any] = {}
 
 _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
 """A swap of models collects what was frozen too: of a server its modules, of a process of tests every collected test as
@@ -57,6 +60,8 @@ _load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_c
 _find_draft_support = decode.find_draft_support
 _probed, _row_of_calls = template._probed, learned_template.row_of_calls
 _check_vision = vision_check.check_vision
+_describe, _cuts_proved = ModelFactory.describe, cuts._proved
+_learn_layout, _lost_behind_results = stitch.learn_layout, learned_template.lost_behind_results
 _surroundings = engine_start.surroundings
 _surroundings_once = cache(_surroundings)
 """The files of the libraries are looked through once: there are four thousand."""
@@ -162,6 +167,39 @@ def _row_of_calls_once(tokenizer: Any) -> Any:
     return _rows[key]
 
 
+def _describe_and_note(factory: ModelFactory, source: Any) -> Any:
+    """The files of the model that this thread describes, and the template that it was given, meanwhile."""
+    stamps = tuple(sorted(file_stamps(source.folder).items()))  # sizes, times and places of all files
+    _loading.described = (source.folder, stamps, source.chat_template, factory.settings.model_family)
+    try:
+        return _describe(factory, source)
+    finally:
+        del _loading.described
+
+
+def _learned_once(learn: Any, *key: Any) -> Any:
+    """What was learned is a text, a list of texts or frozen. Of a model of unknown origin it is learned again."""
+    described = _loading.__dict__.get("described")
+    if described is None:
+        return learn()
+    if (described, key) not in _learned:
+        _learned[described, key] = learn()
+    return _learned[described, key]
+
+
+def _cuts_proved_once(tokenizer: Any, tokens: Sequence[str], hiding: Iterable[str]) -> list[str]:
+    hides = frozenset(hiding)
+    return list(_learned_once(lambda: _cuts_proved(tokenizer, tokens, hides), "cuts", tuple(tokens), hides))
+
+
+def _learn_layout_once(*arguments: Any) -> Any:
+    return _learned_once(lambda: _learn_layout(*arguments), "layout")
+
+
+def _lost_behind_results_once(*arguments: Any) -> Any:
+    return _learned_once(lambda: _lost_behind_results(*arguments), "results")
+
+
 @contextmanager
 def remembered_starts() -> Iterator[None]:
     """Meanwhile a start takes from the ones before what it would find out again. What a test has replaced stays so."""
@@ -183,6 +221,15 @@ def remembered_starts() -> Iterator[None]:
             patch.setattr(template, "_probed", _probed_once)
         if learned_template.row_of_calls is _row_of_calls:
             patch.setattr(learned_template, "row_of_calls", _row_of_calls_once)
+        if ModelFactory.describe is _describe:
+            patch.setattr(ModelFactory, "describe", _describe_and_note)
+            for module, name, learned, once in (
+                (cuts, "_proved", _cuts_proved, _cuts_proved_once),
+                (stitch, "learn_layout", _learn_layout, _learn_layout_once),
+                (learned_template, "lost_behind_results", _lost_behind_results, _lost_behind_results_once),
+            ):
+                if getattr(module, name) is learned:
+                    patch.setattr(module, name, once)
         if not IS_FULL:
             patch.setattr(model_swap, "gc", _THAWED_GC)
         yield

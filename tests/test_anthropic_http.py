@@ -46,10 +46,10 @@ def kinds(message: dict[str, Any]) -> list[str]:
 def test_a_streamed_answer_says_what_a_whole_one_says(app: AppUnderTest) -> None:
     """Of a model that writes at random, with thinking and without."""
     for thinking in (OFF, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
-        message = ask_both(app, WORDS, thinking=thinking, max_tokens=24)
+        message = ask_both(app, WORDS, thinking=thinking, max_tokens=12)
         assert (message["type"], message["role"], message["model"]) == ("message", "assistant", app.served.name)
         assert message["stop_reason"] in ("end_turn", "max_tokens")
-        assert 0 < message["usage"]["output_tokens"] <= 24
+        assert 0 < message["usage"]["output_tokens"] <= 12
 
 
 def test_who_does_not_ask_for_thinking_gets_none(app: AppUnderTest) -> None:

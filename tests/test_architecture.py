@@ -193,7 +193,7 @@ def imported_names(nodes: list[ast.AST]) -> Iterator[tuple[str, str, int]]:
 
 
 def uses(nodes: list[ast.AST]) -> Iterator[Use]:
-    """Every import, and every name or attribute chain with its imported alias resolved."""
+    """Every import, and every name or attribute chain, with its imported alias resolved, that needs a door."""
     aliases: dict[str, str] = {}
     for local, full, line in imported_names(nodes):
         aliases[local] = full if local != full.partition(".")[0] else local
@@ -201,7 +201,8 @@ def uses(nodes: list[ast.AST]) -> Iterator[Use]:
     for node in nodes:
         if isinstance(node, ast.Attribute | ast.Name) and (name := dotted(node)):
             head, dot, rest = name.partition(".")
-            yield Use(aliases.get(head, head) + dot + rest, node.lineno, is_import=False)
+            if doors_of(full := aliases.get(head, head) + dot + rest, is_import=False):
+                yield Use(full, node.lineno, is_import=False)
 
 
 def room_of(path: str) -> str:

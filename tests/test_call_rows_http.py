@@ -68,7 +68,7 @@ def test_a_strict_tool_is_held_in_a_form_that_nobody_knows(app: AppUnderTest) ->
     """The call obeys the schema, though the model wants another; what it says before is its own."""
     fields = {"max_tokens": 200, "parallel_tool_calls": False}
     with wishing(app, f"Look:\n{BAD}") as wish:
-        free = app.both(tools=TOOLS, **fields, **wish)
+        free = app.chat(tools=TOOLS, **fields, **wish)
         held = app.both(tools=STRICT_TOOLS, **fields, **wish)
     assert free.calls == (("get_weather", '{"city": "Paris", "days": 3}'),), "the control: that is what the model wants"
     assert held.content == free.content

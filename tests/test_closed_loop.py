@@ -32,11 +32,12 @@ def start(app: AppUnderTest, style: EchoStyle, *, thinking: bool) -> Conversatio
 
 
 def go_on(talk: Conversation, turn: int) -> None:
-    """One turn: two of three are calls with their results, the third ends with the user's next words."""
+    """One turn: two of three are calls with their results, the third ends with the user's next words. The first answer
+    is long enough to show of all that they were given to who sends it back."""
     calls = talk.family in ("qwen3", "qwen3_5", "glm4_moe_lite") and turn % 3 != 2
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so there is more to be seen on it than I thought. {TELLING}",
+        f"It is {turn},\n so there is more to be seen on it than I thought. {TELLING if turn == 0 else ''}",
         f"hill {turn}" if calls else None,
     )
     if calls:

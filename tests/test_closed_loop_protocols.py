@@ -32,11 +32,12 @@ def start(app: AppUnderTest, wire: Wire, name: str, *, thinking: bool) -> Talk:
 
 
 def go_on(talk: Talk, turn: int) -> None:
-    """One turn: two of three are calls with their results, the third ends with the user's next words."""
+    """One turn: two of three are calls with their results, the third ends with the user's next words. The first answer
+    is long enough to show of all that they were given to who sends it back."""
     calls = turn % 3 != 2
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so é, as far as one can see. {TELLING}",
+        f"It is {turn},\n so é, as far as one can see. {TELLING if turn == 0 else ''}",
         f"hill {turn}" if calls else None,
     )
     if calls:

@@ -91,10 +91,10 @@ def test_many_clients_that_leave_leave_nothing_behind(roomy: AppUnderTest, num_c
     assert roomy.chat(max_tokens=2).finish_reason == "length"
     assert eventually(lambda: roomy.app.health()[1]["num_open_connections"] == 0)
     files, threads = num_open_files(), set(threading.enumerate())
-    quiet, num_lines = roomy.chat(WORDS, max_tokens=100), len(roomy.lines())
+    quiet, num_lines = roomy.chat(WORDS, max_tokens=60), len(roomy.lines())
     long = [300 + number % 600 for number in range(3_000)]
     with ThreadPoolExecutor(1) as pool:
-        neighbour = pool.submit(roomy.chat, WORDS, max_tokens=100)
+        neighbour = pool.submit(roomy.chat, WORDS, max_tokens=60)
         for number in range(num_clients):
             in_prefill, stream = number % 2 == 0, number % 4 < 2
             prompt: Any = long if in_prefill else "x"
@@ -115,7 +115,7 @@ def test_many_clients_that_leave_leave_nothing_behind(roomy: AppUnderTest, num_c
     assert eventually(lambda: num_open_files() <= files)
     health = roomy.health()
     assert (health["num_running"], health["num_waiting"], health["num_open_connections"]) == (0, 0, 1)
-    assert roomy.chat(WORDS, max_tokens=100) == quiet
+    assert roomy.chat(WORDS, max_tokens=60) == quiet
 
 
 # --- failing alone ----------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_eight_streams_at_once_get_the_texts_of_one_by_one(roomy: AppUnderTest) 
     prompts = [WORDS * (1 + 3 * number) for number in range(8)]
 
     def ask(prompt: str) -> Chat:
-        body = chat_body(prompt, max_tokens=16, stream=True, stream_options={"include_usage": True})
+        body = chat_body(prompt, max_tokens=8, stream=True, stream_options={"include_usage": True})
         return joined(chunks_of(roomy.post(CHAT_PATH, body)))
 
     alone = [ask(prompt) for prompt in prompts]

@@ -25,7 +25,7 @@ from tests.serving import (
     writing,
 )
 
-LONG = f"Places are looked at one after the other. {TELLING}"
+LONG = f"Places are looked at one after the other, the near ones first and the far ones last of all. {TELLING}"
 SETTINGS: dict[str, Any] = {
     "prompt_cache_max_entries_global": 1000,
     "prompt_cache_max_entries_per_session": 100,

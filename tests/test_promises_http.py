@@ -75,7 +75,7 @@ def test_a_strict_tool_is_held_where_the_model_may_call(app: AppUnderTest, famil
     opened = "<think>\n" if thought and family not in OPENED else ""
     fields = {"thinking": thinking, "max_tokens": 300, "parallel_tool_calls": False}
     with wishing(app, opened + thought + said + bad) as wish:
-        free = app.both(tools=TOOLS, **fields, **wish)
+        free = app.chat(tools=TOOLS, **fields, **wish)
         held = app.both(tools=STRICT_TOOLS, **fields, **wish)
     assert json.loads(free.calls[0][1])["city"] == "Paris", "the control: that is what the model wants"
     assert held.content == free.content and held.reasoning == free.reasoning
@@ -128,7 +128,7 @@ def test_text_beside_strict_tools_is_what_the_model_wants(app: AppUnderTest, fam
     said = "Use <b> or {}: 5 < 6.\n"
     text = f"<|channel|>final<|message|>{said}" if family == "gpt_oss" else said
     with wishing(app, text) as wish:
-        free = app.both(tools=TOOLS, thinking="off", max_tokens=100, **wish)
+        free = app.chat(tools=TOOLS, thinking="off", max_tokens=100, **wish)
         held = app.both(tools=STRICT_TOOLS, thinking="off", max_tokens=100, **wish)
     assert replace(held, usage=free.usage) == free  # the prompt shows `strict`, where the template writes tools as JSON
     assert free.content == said.rstrip("\n") or free.content == said
@@ -184,11 +184,11 @@ def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: st
     fields = {"max_tokens": 200, **(form | without_space(app) if promised else {})}
     opening = {"gpt_oss": "<|channel|>analysis<|message|>"}.get(family, "" if family in OPENED else "<think>\n")
     answer = "<|start|>assistant<|channel|>final<|message|>Done." if family == "gpt_oss" else "\n\nDone."
-    with wishing(app, opening + "a " * 30 + answer) as wish:
-        limited = app.both(thinking={"type": "enabled", "budget_tokens": 13}, **fields, **wish)
-        free = app.both(thinking="on", **fields, **wish)
-    assert reasoning_tokens(limited.usage) == 13
-    assert reasoning_tokens(free.usage) > 25
+    with wishing(app, opening + "a " * 18 + answer) as wish:
+        limited = app.both(thinking={"type": "enabled", "budget_tokens": 7}, **fields, **wish)
+        free = app.chat(thinking="on", **fields, **wish)
+    assert reasoning_tokens(limited.usage) == 7
+    assert reasoning_tokens(free.usage) > 14
     assert free.reasoning.startswith(limited.reasoning) and limited.reasoning
     assert limited.content
     if promised:
@@ -235,7 +235,7 @@ def test_a_budget_as_long_as_the_answer_leaves_room_for_one(app: AppUnderTest) -
     """It is clamped, not refused; nothing is limited where nobody asked for it."""
     answer = app.both(thinking={"type": "enabled", "budget_tokens": 5000}, max_tokens=12)
     assert reasoning_tokens(answer.usage) == 10 and answer.num_completion_tokens == 12
-    assert reasoning_tokens(app.both(thinking="on", max_tokens=12).usage) == 12
+    assert reasoning_tokens(app.chat(thinking="on", max_tokens=12).usage) == 12
 
 
 @pytest.mark.parametrize("family", ["glm4_moe_lite"], indirect=True)
@@ -298,7 +298,7 @@ def test_a_call_follows_prefilled_text(app: AppUnderTest) -> None:
 def test_json_behind_prefilled_thinking(app: AppUnderTest, thinking: str) -> None:
     """Unfinished thinking is gone on with, finished thinking is done; the JSON comes whole, or its rest."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
-    fields = {"thinking": "on", "max_tokens": 120, **form, **without_space(app)}
+    fields = {"thinking": "on", "max_tokens": 90, **form, **without_space(app)}
     user = {"role": "user", "content": "Weather?"}
     if thinking == "prefilled":
         answer = app.both([user, {"role": "assistant", "content": "<think>\nI see"}], **fields)

@@ -2,10 +2,11 @@
 
 Here without LiteLLM, which takes 10 to 20 s; `tests/e2e/test_signals.py` ends whole servers. A process imports for
 seconds before it says anything, so every start that fails is led in this process too, by the `main` that it runs, and
-most of them as a process of their own in `make full` only.
+most of them as a process of their own in `make full` only; of the ends by a signal one is a process's in every run.
 """
 
 import http.client
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +24,16 @@ from typing import Any
 
 import pytest
 
+import kvserve.app.process
 import kvserve.app.server
 from kvserve.app.process import main
 from kvserve.cache.disk_worker import DiskWorker
+from kvserve.engine.worker import Engine
 from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.ports import free_port
 from tests.serving import serving_app
+from tests.starts import remembered_starts
 from tests.web.fakes import eventually
 
 START_SECONDS = 100.0
@@ -394,6 +399,127 @@ def test_without_a_package_index_the_tiny_demo_is_served(tmp_path: Path) -> None
         assert not list((server.folder / "state").glob("*smollm2*"))
 
 
+class _AtOnce(BaseException):
+    """The process would be over here, its interpreter not taken apart."""
+
+
+@dataclass
+class Led:
+    """A server that `main` leads in this process, with a client beside it. `is_cut`: it ended the process at once."""
+
+    port: int
+    screen: io.StringIO
+    may_end: threading.Event
+    """Set once `main` is through: what was to outlast it may end then."""
+    return_code: int | None = None
+    is_cut: bool = False
+
+    def says(self, words: str) -> None:
+        """Wait until the terminal shows these words."""
+        wait_until(lambda: words in self.screen.getvalue(), END_SECONDS, self.screen.getvalue)
+
+    def answers(self) -> None:
+        """Wait for the model and ask it once."""
+        wait_until(lambda: post_chat_or_none(self.port) == 200, START_SECONDS, self.screen.getvalue)
+
+
+def post_chat_or_none(port: int) -> int | None:
+    try:
+        return post_chat(port, max_tokens=2)[0]
+    except (ConnectionError, http.client.HTTPException):
+        return None
+
+
+def led(folder: Path, may_end: threading.Event, client: Callable[[Led], None]) -> Led:
+    """`main` in this thread, until the client, in another one, has ended it with signals."""
+    server = Led(free_port(), io.StringIO(), may_end)
+    threads, apps, real = set(threading.enumerate()), [], kvserve.app.server.Server
+
+    def made(*arguments: Any) -> Any:
+        apps.append(real(*arguments))
+        return apps[-1]
+
+    def ended(code: int) -> None:
+        server.return_code, server.is_cut = code, True
+        raise _AtOnce
+
+    def beside() -> None:
+        try:
+            client(server)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+
+    folder.mkdir(exist_ok=True)
+    with (
+        in_folder(folder, {}),
+        remembered_starts(),
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        patch.setattr(sys, "stderr", server.screen)
+        patch.setattr(os, "_exit", ended)
+        patch.setattr(kvserve.app.server, "Server", made)
+        leading = pool.submit(beside)
+        try:
+            server.return_code = main([f"--model={tiny_model('qwen3')}", "--no-proxy", f"--port={server.port}"])
+        except _AtOnce:
+            assert server.is_cut
+        finally:
+            may_end.set()
+            leading.result(END_SECONDS)
+            for app in apps:
+                app.stop()
+    assert eventually(lambda: set(threading.enumerate()) <= threads), set(threading.enumerate()) - threads
+    return server
+
+
+def test_main_leaves_a_pass_that_outlasts_the_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it has stopped, and ends the process itself: the interpreter is not taken apart under a thread in
+    MLX's code. One whose passes are over ends as any program does."""
+    may_end = threading.Event()
+    for outlasts in (True, False):
+        may_end.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 0.1 if outlasts else START_SECONDS)
+            if outlasts:
+                patch.setattr(Engine, "_keep_on_disk", lambda _: may_end.wait(START_SECONDS))
+
+            def client(server: Led) -> None:
+                server.answers()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            server = led(tmp_path, may_end, client)
+        assert (server.return_code, server.is_cut) == (0, outlasts)
+        assert server.screen.getvalue().endswith(" Stopped.\n"), server.screen.getvalue()
+
+
+def test_main_ends_at_once_by_a_second_signal_and_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While gigabytes are written the terminal says so; whoever presses Ctrl+C again does not wait for them. One that
+    comes with the first is the same one."""
+    may_end, write = threading.Event(), DiskWorker.write
+    monkeypatch.setattr(DiskWorker, "write", lambda worker, blob: (may_end.wait(START_SECONDS), write(worker, blob))[1])
+    monkeypatch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(kvserve.app.process, "REPEAT_SECONDS", START_SECONDS)
+
+    def client(server: Led) -> None:
+        server.answers()
+        os.kill(os.getpid(), signal.SIGINT)
+        server.says("Stopping.")
+        os.kill(os.getpid(), signal.SIGINT)
+        server.says("writing KV to disk: 0.0 of ")
+        monkeypatch.setattr(kvserve.app.process, "REPEAT_SECONDS", 0.0)  # some time later
+        os.kill(os.getpid(), signal.SIGINT)
+
+    server = led(tmp_path, may_end, client)
+    assert (server.return_code, server.is_cut) == (128 + signal.SIGINT, True)
+    last = server.screen.getvalue().splitlines()[-1]
+    assert "error: Stopped at once: " in last and "MB of KV were not on disk yet" in last, server.screen.getvalue()
+    assert "Traceback" not in server.screen.getvalue()
+
+
 SLOW_DISK = """
 import time
 from kvserve.cache.disk_worker import DiskWorker
@@ -436,6 +562,7 @@ atexit.register(lambda: Path({told!r}).write_text("the interpreter was taken apa
 """
 
 
+@pytest.mark.long
 def test_a_pass_that_outlasts_the_stop_is_left_and_crashes_nothing(tmp_path: Path) -> None:
     """The process ends in order, but the interpreter is not taken apart under a thread in MLX's code: that crashed
     now and then."""
@@ -446,6 +573,7 @@ def test_a_pass_that_outlasts_the_stop_is_left_and_crashes_nothing(tmp_path: Pat
     assert not told.exists()
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
     """While gigabytes are written the terminal says so; whoever presses Ctrl+C again does not wait for them. One that
     comes with the first is the same one."""

@@ -73,7 +73,7 @@ def thinking_first(app: AppUnderTest, kind: str, answer: str = ANSWER) -> Iterat
     _, opening, closing, between = KINDS[kind]
     encode, end = app.served.tokenizer.encode, min(app.served.tokenizer.stop_token_ids)
     closing_ids, said = list(encode(closing)), [*encode(between + answer), end]
-    thought = [*encode(opening + "I think. " * 5), *closing_ids]
+    thought = [*encode(opening + "I think. " * 2), *closing_ids]
     real = decode_group.processors_for
 
     def wanted(written: list[int]) -> int:

@@ -36,7 +36,7 @@ def lead(app: AppUnderTest, name: str, num_turns: int = 3, **fields: Any) -> lis
     rest: list[dict[str, Any]] = [{"role": "user", "content": "Look at the hill and say what is there. " * 2}]
     for number, form in enumerate(("seen", "sent", "seen")[:num_turns]):
         talk.messages[:] = [*pair[form], *rest]
-        talk.ask("", f"It is hill {number}. {TELLING}")
+        talk.ask("", f"It is hill {number}. {TELLING if number == 0 else ''}")
         talk.say(f"And hill {number}?")
         rest = talk.messages[len(pair[form]) :]
     return talk.turns

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvserve.core import Message, TextBlock
 from tests.anthropic_serving import ask, num_prompt_tokens
 from tests.engine.engines import FAMILIES
-from tests.laws import num_examples, sampled, sampled_cells
+from tests.laws import IS_FULL, num_examples, sampled, sampled_cells
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -23,6 +23,7 @@ from tests.serving import (
     chunks_of,
     serving_app,
     split_usage,
+    whole,
     writing,
 )
 
@@ -81,6 +82,9 @@ def app(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUn
         yield app
 
 
+STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+NUM_FREE_TOKENS = 32 if IS_FULL else 16
+
 thinking = pytest.mark.parametrize("thinking", ["on", "off"])
 whatever_form = pytest.mark.parametrize("family", sampled(CALLS, ("qwen3",)), indirect=True)
 """For what does not depend on how a family marks its thinking and its calls."""
@@ -137,8 +141,9 @@ def test_two_calls_in_one_turn_are_two_calls(app: AppUnderTest, family: str) -> 
         pytest.skip("one call per turn: a call ends it")
     text = _written(family, "", "", CALLS[family], CALLS[family])
     with writing(app, text) as fields:
-        answer = app.both(tools=TOOLS, thinking="off", max_tokens=400, **fields)
         message = app.post(CHAT_PATH, chat_body(tools=TOOLS, thinking="off", max_tokens=400, **fields)).json
+        answer = whole(message)
+        assert app.chat(tools=TOOLS, thinking="off", max_tokens=400, **STREAMED, **fields) == answer
     assert [name for name, _ in answer.calls] == ["get_weather", "get_weather"]
     assert answer.content == "" and answer.finish_reason == "tool_calls"
     [choice] = message["choices"]  # type: ignore[misc]
@@ -164,8 +169,9 @@ def test_a_call_cut_by_the_limit_says_what_there_is(app: AppUnderTest, family: s
     text = _written(family, "", "", CALLS[family])
     limit = len(app.served.tokenizer.encode(text)) - 3
     with writing(app, text) as fields:
-        answer = app.both(tools=TOOLS, thinking="off", max_tokens=limit, **fields)
         body = app.post(CHAT_PATH, chat_body(tools=TOOLS, thinking="off", max_tokens=limit, **fields)).json
+        answer = whole(body)
+        assert app.chat(tools=TOOLS, thinking="off", max_tokens=limit, **STREAMED, **fields) == answer
         begun = app.both(tools=TOOLS, thinking="off", max_tokens=3, **fields)
     [(name, arguments)] = answer.calls
     assert name == "get_weather" and arguments.startswith('{"city": "Oslo"') and not arguments.endswith("}")
@@ -194,11 +200,11 @@ def test_a_stop_string_cuts_the_content_exactly(app: AppUnderTest, family: str, 
 @whatever_form
 def test_a_stop_string_in_free_text_cuts_at_its_first_occurrence(app: AppUnderTest) -> None:
     """Whatever the model says: with a piece of it as stop string the same text comes up to that piece."""
-    free = app.both(thinking="off", max_tokens=32)
+    free = app.both(thinking="off", max_tokens=NUM_FREE_TOKENS)
     assert free.finish_reason == "length"
     for start in (0, len(free.content) // 2, len(free.content) - 6):
         stop = free.content[start : start + 5]
-        answer = app.both(thinking="off", max_tokens=32, stop=stop)
+        answer = app.both(thinking="off", max_tokens=NUM_FREE_TOKENS, stop=stop)
         assert answer.content == free.content[: free.content.index(stop)]
         assert answer.finish_reason == "stop" and answer.num_completion_tokens <= free.num_completion_tokens
 

@@ -48,9 +48,12 @@ def test_the_page_holds_twenty_questions_each_with_a_verdict() -> None:
     assert f"{verdicts['good']} good, {verdicts['half']} half, {verdicts['bad']} bad" in page
 
 
-def test_changed_answers_are_told_and_written_without_a_verdict(server: AppUnderTest, tmp_path: Path) -> None:
+def test_changed_answers_are_told_and_written_without_a_verdict(
+    server: AppUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second run finds all as it stands; a verdict stays with the answer that it judges, and words between stay."""
     module, page, url = script("demo_answers.py"), tmp_path / "page.md", f"http://127.0.0.1:{server.port}"
+    monkeypatch.setattr(module, "MAX_TOKENS", 12)
     page.write_text(PAGE, "utf-8")
     command = (f"--base-url={url}", f"--page={page}")
     assert run_script("demo_answers.py", *command).returncode == 1 and page.read_text("utf-8") == PAGE

@@ -15,8 +15,8 @@ SHORT = ["--system-chars", "1000", "--max-tokens", "2"]
 
 def test_the_message_that_vanishes_costs_only_itself(server: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """From turn 3 on the prompt is reused; with so short a one the vanishing message weighs more. Of six turns the
-    default run takes four."""
-    num_turns = 6 if IS_FULL else 4
+    default run takes three."""
+    num_turns = 6 if IS_FULL else 3
     monkeypatch.setattr(script("test_openclaw_integration.py"), "NUM_TURNS", num_turns)
     done = run_script("test_openclaw_integration.py", *addresses(server), *SHORT, "--min-reuse", "75")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, NextTurnPredicto
 from kvserve.warming.speculative_prefill import SpeculativePrefill
 from tests import agents
 from tests.agents import STYLES, TELLING, Asked, Conversation, EchoStyle
-from tests.laws import sampled, sampled_cells
+from tests.laws import IS_FULL, sampled, sampled_cells
 from tests.serving import CHAT_PATH, AppUnderTest, Chat, chat_body, encode_request, eventually, serving_app
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 2}
@@ -28,6 +28,7 @@ SETTINGS: Mapping[str, Any] = {
 """Templates that could keep old thinking are not asked to, and the engine's share of time is no part of these tests."""
 
 THOUGHT, SAID = "Where is it, then? " * 3, f"It is over there. {TELLING}"
+NUM_TURNS = 4 if IS_FULL else 3
 FAMILIES = ("qwen3", "qwen3_5")
 """Layers that can be cut anywhere, and states that cannot."""
 
@@ -70,6 +71,11 @@ def start(app: AppUnderTest, style: EchoStyle, about: str) -> Conversation:
     return Conversation(app, family, style, True, [dict(SYSTEM), user])
 
 
+def said(turn: int) -> str:
+    """The first answer shows of all that they were given to who sends it back."""
+    return f"{turn}: {SAID}" if turn == 0 else f"{turn}: It is over there, behind the other one, as far as one can see."
+
+
 def num_new_tokens(app: AppUnderTest, asked: Asked, text: str) -> int:
     """Tokens of a prompt from the newest words on: these words, what the client puts behind them, and the tail."""
     ids, prompt = tuple(app.served.tokenizer.encode(text)), asked.prompt_ids
@@ -80,9 +86,9 @@ def num_new_tokens(app: AppUnderTest, asked: Asked, text: str) -> int:
 def lead(talk: Conversation, *, pauses: bool) -> list[int]:
     """A tool loop, then a person's words: per request, the tokens that were computed although they were not new."""
     app, extra, text = talk.app, [], ""
-    for turn in range(4):
-        calls = turn < 2
-        asked = talk.ask(f"{turn}: {THOUGHT}", f"{turn}: {SAID}", f"hill {turn}" if calls else None)
+    for turn in range(NUM_TURNS):
+        calls = turn < NUM_TURNS - 2
+        asked = talk.ask(f"{turn}: {THOUGHT}", said(turn), f"hill {turn}" if calls else None)
         if turn:
             num_prefilled = len(asked.prompt_ids) - asked.num_cached_tokens
             extra.append(num_prefilled - num_new_tokens(app, asked, text))
@@ -106,7 +112,7 @@ def test_after_a_pause_only_what_is_new_is_prefilled(app: AppUnderTest, style: E
     extra = lead(talk, pauses=True)
     # Where only the end of the answer and a header are missing there is no job.
     assert max(extra) <= MIN_NEW_TOKENS, extra
-    assert extra[2:] == [0], "a person's words follow dropped thinking"
+    assert extra[-1] == 0, "a person's words follow dropped thinking"
     after = warming(app)
     assert after["num_used_tokens"] > before["num_used_tokens"]
     assert after["num_jobs_failed"] == 0 and after["num_wasted_tokens"] == before["num_wasted_tokens"]
@@ -120,7 +126,7 @@ def test_without_warming_the_same_turns_prefill_more(family: str, tmp_path: Path
         app.family = family  # type: ignore[attr-defined]
         for style in (KEPT, CARRIED):
             extra = lead(start(app, style, f"what is {style.name}"), pauses=False)
-            assert min(extra[2:]) > 3 * MIN_NEW_TOKENS, extra
+            assert extra[-1] > 3 * MIN_NEW_TOKENS, extra
         assert warming(app)["num_jobs_done"] == 0
 
 
@@ -136,15 +142,16 @@ def test_a_carrier_that_no_rule_knows_is_right_from_the_second_time_on(
     for number in range(2):
         talk = start(app, style, f"a note {number}")
         extra, text = [], ""
-        for turn in range(3):
-            asked = talk.ask(f"{turn}: {THOUGHT}", f"{turn}: {SAID}")
+        num_turns = 3 if IS_FULL or number == 0 else 2
+        for turn in range(num_turns):
+            asked = talk.ask(f"{turn}: {THOUGHT}", said(turn))
             if turn:
                 num_prefilled = len(asked.prompt_ids) - asked.num_cached_tokens
                 extra.append(num_prefilled - num_new_tokens(app, asked, text))
             text = f"And then, after {turn}?"
             talk.say(text)
             settle(app)
-        assert extra[1:] == [0]
+        assert extra[1:] == [0] * (num_turns - 2)
         assert (extra[0] > MIN_NEW_TOKENS) == (number == 0), extra
 
 
