@@ -114,7 +114,7 @@ def test_whatever_a_forced_grammar_lets_through_is_read_as_calls(name: str, toke
     case = Setup(byte_tokenizer(TOKENS if tokens else ()), FORMATS[name])
     tools = STRICT[:2]  # arguments that nothing is said of may be numbers that no double is
     grammar = case.grammar(tools=tools)
-    walks = [text for seed in range(num_examples(10)) if (text := case.wander(grammar, seed, 700)) is not None]
+    walks = [text for seed in range(num_examples(16)) if (text := case.wander(grammar, seed, 700)) is not None]
     assert walks
     for text in walks:
         calls, said = case.calls(text, tools)
