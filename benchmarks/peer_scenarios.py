@@ -1,0 +1,379 @@
+"""What the compared servers are asked: conversations, recorded clients, a restart, streams at once, an edit.
+
+It knows requests, their order and what is measured of their answers; not which server answers, nor how it was started.
+Reuse is what a server says itself (`usage`), over all requests but the first; what was possible is `frozen.py`'s bound.
+"""
+
+import signal
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+from benchmarks.client import BenchmarkError
+from benchmarks.decode_rate import tokens_per_second
+from benchmarks.frozen import Possible
+from benchmarks.led_server import OWN_HEADERS
+from benchmarks.peer_wire import Answer, Asking, streamed
+from benchmarks.recordings import CHAT, MESSAGES, RESPONSES, Reply, Request, read_recordings, shared_folder
+from benchmarks.reuse_oracle import CONVENTIONS, Convention
+from benchmarks.reuse_scenarios import Ask, Sizes, Talk, Words, carrier, discarded_tool_loop, user_turns
+from benchmarks.reuse_scenarios import Reply as TalkReply
+
+EDITS_FILE = Path(__file__).with_name("speculation_prompts.toml")
+CALM_SECONDS = 1.0
+BEFORE_END_SECONDS = 1.0
+"""Between an answer's end and the signal that ends the server."""
+
+STORY = "Write the numbers from one to five hundred in words, one after another, separated by commas, and nothing else."
+"""Asked for an answer that does not end while another prompt is read."""
+
+NUM_RECORDED_REQUESTS = 6
+RECORDED_ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PeerModel:
+    """A model that all servers serve, and how long what is asked of it is. `family` is a demo family, else it is the
+    demo's model that talks. `running_tokens` is the limit of a stream beside which `long_words` are read."""
+
+    name: str
+    kind: str
+    family: str
+    convention: Convention
+    sizes: Sizes
+    answer_tokens: int
+    stream_tokens: int
+    running_tokens: int
+    long_words: int
+    num_rounds: int
+
+    @property
+    def is_talking(self) -> bool:
+        return not self.family
+
+
+def _tiny(family: str, kind: str) -> PeerModel:
+    sizes = Sizes(system_words=500, user_words=20, result_words=30, num_turns=4)
+    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 24, 96, 8192, 3000, num_rounds=3)
+
+
+MODELS: tuple[PeerModel, ...] = (
+    PeerModel(
+        "SmolLM2-135M",
+        "dense, talks",
+        "",
+        Convention(("<|im_end|>",), is_cuttable=True, takes_tools=False),
+        Sizes(system_words=70, user_words=10, result_words=14, num_turns=3),
+        answer_tokens=10,
+        stream_tokens=24,
+        running_tokens=800,
+        long_words=160,
+        num_rounds=1,
+    ),
+    _tiny("qwen3", "dense, tiny"),
+    _tiny("gemma3", "sliding window, tiny"),
+    _tiny("qwen3_5", "hybrid, tiny"),
+)
+"""The one that talks is slow with the wheel's BLAS, 0.1 s a token of a prompt: little is asked of it, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is compared; None is what was not measured, or what a server does not say. Reuse and what was possible are
+    shares of prompt tokens."""
+
+    reuse: float | None = None
+    possible: float | None = None
+    cold_seconds: float | None = None
+    warm_seconds: float | None = None
+    tokens_per_second: float | None = None
+    longest_gap_seconds: float | None = None
+    peak_bytes: float | None = None
+    start_seconds: float | None = None
+
+
+FIGURES: Mapping[str, tuple[str, bool]] = {
+    "reuse": ("reused", True),
+    "cold_seconds": ("first token, cold", False),
+    "warm_seconds": ("first token, warm", False),
+    "tokens_per_second": ("tokens per second", True),
+    "longest_gap_seconds": ("longest gap", False),
+    "peak_bytes": ("peak memory", False),
+    "start_seconds": ("start", False),
+}
+"""Field -> heading, and whether more is better. What was possible is no server's figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation and its answer."""
+
+    request: Request
+    answer: Answer
+
+
+class Stage(Protocol):
+    """A running server as a scenario sees it."""
+
+    model: PeerModel
+    seed: int
+
+    def ask(self, path: str, body: Mapping[str, object], headers: Mapping[str, str], num_tokens: int) -> Asking:
+        """Send it greedily, as a stream, for so many tokens of an answer."""
+
+    def restart(self, how: signal.Signals) -> None:
+        """End the server, start it again on what it left on disk, and wait until it has answered something else."""
+
+    def possible(self, requests: Sequence[Request]) -> list[Possible]:
+        """What could have been reused of each, by a server that was asked them in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Something that is asked of each server on its own, once in each round. `path` is the protocol that it takes;
+    `has_rounds`: it is cheap enough to be asked several times, of servers that take turns."""
+
+    name: str
+    says: str
+    play: Callable[[Stage], Figures]
+    path: str = CHAT
+    has_rounds: bool = True
+    suits: Callable[[PeerModel], bool] = field(default=lambda _model: True)
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def branches(words: Words) -> Talk:
+    """A person goes back to the second turn and says it otherwise, goes on there, and returns to where it had been."""
+    said = [words.system()]
+    for _ in range(words.sizes.num_turns):
+        said.append(words.user())
+        said.append((yield Ask(tuple(said))).echoed())
+    edited = [*said[:3], words.user()]
+    edited += [(yield Ask(tuple(edited))).echoed(), words.user()]
+    yield Ask(tuple(edited))
+    yield Ask((*said, words.user()))
+
+
+def led(stage: Stage, talk: Talk) -> list[Turn]:
+    """Lead a conversation to its end; the server's own answers are what comes back to it."""
+    turns: list[Turn] = []
+    try:
+        ask = next(talk)
+        while True:
+            turns.append(asked(stage, ask))
+            answer = turns[-1].answer
+            ask = talk.send(TalkReply(answer.reasoning, answer.content, 0, 0, 0, answer.first_token_seconds))
+    except StopIteration:
+        return turns
+
+
+def asked(stage: Stage, ask: Ask) -> Turn:
+    """One request of a conversation. Servers know the switch for thinking by one of two names."""
+    body = {"messages": list(ask.messages), **({"tools": list(ask.tools)} if ask.tools else {})}
+    body |= {"chat_template_kwargs": {"enable_thinking": ask.thinking}, "enable_thinking": ask.thinking}
+    answer = stage.ask(CHAT, body, {}, stage.model.answer_tokens).answer()
+    return Turn(Request(body, Reply(answer.reasoning, answer.content)), answer)
+
+
+def figures_of(first: Turn, counted: Sequence[Turn], possible: Sequence[Possible]) -> Figures:
+    """Of a conversation: cold is its first request; warm and reuse are of those that count, whose bounds are given."""
+    usages = [turn.answer.usage for turn in counted]
+    cached = [usage.num_cached_tokens for usage in usages if usage.num_cached_tokens is not None]
+    prompts = [usage.num_prompt_tokens for usage in usages if usage.num_prompt_tokens]
+    says_all = counted and len(cached) == len(prompts) == len(counted)
+    num_possible, num_prompt = (
+        sum(each.num_reusable_tokens for each in possible),
+        sum(each.num_prompt_tokens for each in possible),
+    )
+    return Figures(
+        reuse=sum(cached) / sum(prompts) if says_all else None,
+        possible=num_possible / num_prompt if num_prompt else None,
+        cold_seconds=first.answer.first_token_seconds,
+        warm_seconds=median(turn.answer.first_token_seconds for turn in counted) if counted else None,
+        tokens_per_second=_rate([first, *counted]),
+    )
+
+
+def _rate(turns: Iterable[Turn]) -> float | None:
+    """Of answers one after another; None where none is long enough, or long it is not said."""
+    rates = []
+    for turn in turns:
+        try:
+            rates.append(tokens_per_second([turn.answer.arrived]))
+        except BenchmarkError:
+            continue
+    return median(rates) if rates else None
+
+
+def _conversation(lead: Callable[[Words], Talk]) -> Callable[[Stage], Figures]:
+    def play(stage: Stage) -> Figures:
+        turns = led(stage, lead(_words(stage)))
+        possible = stage.possible([turn.request for turn in turns])
+        return figures_of(turns[0], turns[1:], possible[1:])
+
+    return play
+
+
+def _words(stage: Stage) -> Words:
+    return Words(stage.model.sizes, takes_tools=stage.model.convention.takes_tools, seed=stage.seed)
+
+
+def _restarted(how: signal.Signals) -> Callable[[Stage], Figures]:
+    """The last turn comes after a restart: it alone counts."""
+
+    def play(stage: Stage) -> Figures:
+        words = _words(stage)
+        turns = led(stage, user_turns(words))
+        said = [*turns[-1].request.body["messages"]]
+        last = turns[-1].answer
+        said += [TalkReply(last.reasoning, last.content, 0, 0, 0, 0.0).echoed(), words.user()]
+        time.sleep(BEFORE_END_SECONDS)
+        stage.restart(how)
+        turns.append(asked(stage, Ask(tuple(said))))
+        possible = stage.possible([turn.request for turn in turns])
+        return replace(figures_of(turns[0], turns[-1:], possible[-1:]), tokens_per_second=None)
+
+    return play
+
+
+# --- recorded clients -------------------------------------------------------------------------------------------------
+
+
+def _recorded(client: str) -> Callable[[Stage], Figures]:
+    """What a client sent, its own recorded answers included; the server's are short and come back to nobody."""
+
+    def play(stage: Stage) -> Figures:
+        if (shared := shared_folder()) is None:
+            raise BenchmarkError("there are no recordings here")
+        requests = next(talk.requests for talk in read_recordings(shared) if talk.client == client)
+        turns = []
+        for request in requests[:NUM_RECORDED_REQUESTS]:
+            headers = {name: value for name, value in request.headers.items() if name not in OWN_HEADERS}
+            answer = stage.ask(request.path, request.body, headers, RECORDED_ANSWER_TOKENS).answer()
+            turns.append(Turn(replace(request, reply=None), answer))
+        possible = stage.possible([turn.request for turn in turns])
+        return replace(figures_of(turns[0], turns[1:], possible[1:]), tokens_per_second=None)
+
+    return play
+
+
+# --- streams and edits ------------------------------------------------------------------------------------------------
+
+
+def _four_streams(stage: Stage) -> Figures:
+    """Four short prompts at once; the rate is that of all together, from sending to the last word."""
+    words = _words(stage)
+    asking = [_question(stage, words.user()["content"], stage.model.stream_tokens) for _ in range(4)]
+    answers = [each.answer() for each in asking]
+    num_tokens = sum(answer.arrived.num_tokens for answer in answers)
+    seconds = max(answer.times[-1] for answer in answers) - min(answer.sent_at for answer in answers)
+    return Figures(
+        cold_seconds=median(answer.first_token_seconds for answer in answers),
+        tokens_per_second=num_tokens / seconds,
+        longest_gap_seconds=max(
+            (after - before for answer in answers for before, after in pairwise(answer.times)), default=None
+        ),
+    )
+
+
+def _stall(stage: Stage) -> Figures:
+    """A long prompt is read beside a running stream: the stream's longest gap meanwhile, the prompt's first word."""
+    running = _question(stage, f"{_words(stage).user()['content']} {STORY}", stage.model.running_tokens)
+    running.wait_for_words()
+    time.sleep(CALM_SECONDS)
+    sizes = replace(stage.model.sizes, user_words=stage.model.long_words)
+    long = Words(sizes, takes_tools=False, seed=stage.seed + 1000).user()["content"]
+    beside = _question(stage, long, 2)
+    end = beside.wait_for_words()
+    time.sleep(CALM_SECONDS)
+    answer = running.leave()
+    beside.answer()
+    return Figures(
+        cold_seconds=end - beside.sent_at, longest_gap_seconds=answer.longest_gap_seconds(beside.sent_at, end)
+    )
+
+
+def _edit(stage: Stage) -> Figures:
+    """A file is to be written again with one change, the shortest of those that measure drafts."""
+    asked_for = tomllib.loads(EDITS_FILE.read_text("utf-8"))
+    said = min((each["said"] for each in asked_for["edit"]), key=len)
+    messages = [{"role": "system", "content": asked_for["systems"]["edit"]}, {"role": "user", "content": said}]
+    answer = stage.ask(CHAT, {"messages": messages}, {}, 160).answer()
+    return Figures(
+        cold_seconds=answer.first_token_seconds,
+        tokens_per_second=tokens_per_second([answer.arrived]),
+        longest_gap_seconds=max((after - before for before, after in pairwise(answer.times)), default=None),
+    )
+
+
+def _question(stage: Stage, said: str, num_tokens: int) -> Asking:
+    body = {"messages": [{"role": "user", "content": said}], "chat_template_kwargs": {"enable_thinking": False}}
+    return stage.ask(CHAT, {**body, "enable_thinking": False}, {}, num_tokens)
+
+
+def body_for(path: str, body: Mapping[str, object], model_id: str, num_tokens: int) -> dict[str, object]:
+    """What is sent to a server that calls its model so."""
+    return streamed(path, body, model_id, num_tokens)
+
+
+def _is_tiny(model: PeerModel) -> bool:
+    return not model.is_talking
+
+
+RECORDED: Mapping[str, tuple[str, str]] = {
+    "Claude Code": ("claude-code-2.1.330", MESSAGES),
+    "Codex": ("codex", RESPONSES),
+    "PI": ("pi-0.87-qwen", CHAT),
+    "opencode": ("opencode", CHAT),
+}
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario("user turns", "a person and the model in turns, behind a system prompt", _conversation(user_turns)),
+    Scenario(
+        "tool loop",
+        "calls and results that the client words in its own way, with thinking, then a new task",
+        _conversation(discarded_tool_loop),
+    ),
+    Scenario(
+        "carrier", "each request ends with a message that the next one lacks, with thinking", _conversation(carrier)
+    ),
+    Scenario("branches", "back to the second turn, said otherwise, and return", _conversation(branches)),
+    *(
+        Scenario(
+            f"recorded {client}",
+            f"the first {NUM_RECORDED_REQUESTS} requests of a recorded session, over `{path}`",
+            _recorded(recording),
+            path,
+            suits=_is_tiny,
+        )
+        for client, (recording, path) in RECORDED.items()
+    ),
+    Scenario(
+        "restart by SIGTERM",
+        "user turns, a second, SIGTERM, a start, and the next turn, which alone counts",
+        _restarted(signal.SIGTERM),
+        has_rounds=False,
+    ),
+    Scenario(
+        "restart by SIGKILL",
+        "the same with SIGKILL for all its processes",
+        _restarted(signal.SIGKILL),
+        has_rounds=False,
+    ),
+    Scenario("four streams", "four short prompts at once; the rate is that of all together", _four_streams),
+    Scenario("stall", "a running stream while a long prompt is read beside it", _stall),
+    Scenario(
+        "edit",
+        "a file is written again with one change, up to 160 tokens",
+        _edit,
+        suits=lambda model: model.is_talking,
+    ),
+)
+"""In the order of the tables. What a client recorded is longer than the context of the model that talks."""
