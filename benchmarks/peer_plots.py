@@ -12,8 +12,8 @@ from benchmarks.peer_scenarios import MODELS
 from benchmarks.peer_servers import PEERS
 
 PLOTS: Mapping[str, str] = {
-    "peers_reuse.svg": "Share of prompt tokens that each server reused on the tiny hybrid, by scenario, beside the possible",
-    "peers_first_token.svg": "Milliseconds to the first token of a warm request on the tiny hybrid, by scenario and server",
+    "peers_reuse.svg": "Share of prompt tokens that each server reused on the tiny hybrid, and what was possible",
+    "peers_first_token.svg": "Milliseconds to the first token of a warm request on the tiny hybrid, by server",
     "peers_streams.svg": "Tokens per second of four streams, and the longest gap of a stream beside a long prompt",
 }
 """File -> what it shows, for who cannot see it."""

@@ -34,9 +34,9 @@ def report(rows: Sequence[Row]) -> str:
     models = "; ".join(f"{model.name} ({model.kind})" for model in MODELS)
     parts = [
         "# Beside other servers",
-        f"`python -m benchmarks.peers --save`: {models}. The same files, requests and greedy sampling for all; each "
-        "server is started anew for each scenario, with an empty home, and stands still while another one is asked; in each "
-        "round they take turns in the other order, and medians count. Reuse is what a server says itself, over all "
+        f"`python -m benchmarks.peers --save`: {models}. The same files, requests and greedy sampling for all; on "
+        "each model a server is started with an empty home, and stands still while another one is asked; in each round "
+        "they take turns in the other order, and medians count. Reuse is what a server says itself, over all "
         "requests but the first; possible is what the prompts have in common with what was read and written before, up "
         "to the last end of a message where layers cannot be cut. Tiny models have random weights: their seconds are "
         "not those of a large model. Memory is that of all processes of a server, looked at once a second.",
@@ -54,6 +54,10 @@ KEPT = KeptRows("peers", Row, report)
 
 def section(rows: Sequence[Row]) -> str:
     """What the page for users says of it, marks included."""
+    if not rows:
+        return "\n\n".join(
+            [BEGIN, "No run of `python -m benchmarks.peers --save` is kept yet, so nothing is claimed.", END]
+        )
     parts = [
         BEGIN,
         "`python -m benchmarks.peers --save` ([every scenario](../benchmarks/results/peers.md)): the same models, "

@@ -18,7 +18,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.decode_rate import tokens_per_second
 from benchmarks.frozen import Possible
 from benchmarks.led_server import OWN_HEADERS
-from benchmarks.peer_wire import Answer, Asking, streamed
+from benchmarks.peer_wire import Answer, Asking
 from benchmarks.recordings import CHAT, MESSAGES, RESPONSES, Reply, Request, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS, Convention
 from benchmarks.reuse_scenarios import Ask, Sizes, Talk, Words, carrier, discarded_tool_loop, user_turns
@@ -284,19 +284,22 @@ def _four_streams(stage: Stage) -> Figures:
 
 
 def _stall(stage: Stage) -> Figures:
-    """A long prompt is read beside a running stream: the stream's longest gap meanwhile, the prompt's first word."""
+    """Long prompts are read beside a running stream, one after another: its longest gap meanwhile, their first word."""
     running = _question(stage, f"{_words(stage).user()['content']} {STORY}", stage.model.running_tokens)
     running.wait_for_words()
-    time.sleep(CALM_SECONDS)
     sizes = replace(stage.model.sizes, user_words=stage.model.long_words)
-    long = Words(sizes, takes_tools=False, seed=stage.seed + 1000).user()["content"]
-    beside = _question(stage, long, 2)
-    end = beside.wait_for_words()
+    words = Words(sizes, takes_tools=False, seed=stage.seed + 50)
+    spans = []
+    for _ in range(stage.model.num_rounds):
+        time.sleep(CALM_SECONDS)
+        beside = _question(stage, words.user()["content"], 2)
+        spans.append((beside.sent_at, beside.wait_for_words()))
+        beside.answer()
     time.sleep(CALM_SECONDS)
     answer = running.leave()
-    beside.answer()
     return Figures(
-        cold_seconds=end - beside.sent_at, longest_gap_seconds=answer.longest_gap_seconds(beside.sent_at, end)
+        cold_seconds=median(end - start for start, end in spans),
+        longest_gap_seconds=median(answer.longest_gap_seconds(start, end) for start, end in spans),
     )
 
 
@@ -316,11 +319,6 @@ def _edit(stage: Stage) -> Figures:
 def _question(stage: Stage, said: str, num_tokens: int) -> Asking:
     body = {"messages": [{"role": "user", "content": said}], "chat_template_kwargs": {"enable_thinking": False}}
     return stage.ask(CHAT, {**body, "enable_thinking": False}, {}, num_tokens)
-
-
-def body_for(path: str, body: Mapping[str, object], model_id: str, num_tokens: int) -> dict[str, object]:
-    """What is sent to a server that calls its model so."""
-    return streamed(path, body, model_id, num_tokens)
 
 
 def _is_tiny(model: PeerModel) -> bool:
@@ -351,6 +349,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             f"the first {NUM_RECORDED_REQUESTS} requests of a recorded session, over `{path}`",
             _recorded(recording),
             path,
+            has_rounds=False,
             suits=_is_tiny,
         )
         for client, (recording, path) in RECORDED.items()
@@ -368,12 +367,19 @@ SCENARIOS: tuple[Scenario, ...] = (
         has_rounds=False,
     ),
     Scenario("four streams", "four short prompts at once; the rate is that of all together", _four_streams),
-    Scenario("stall", "a running stream while a long prompt is read beside it", _stall),
     Scenario(
         "edit",
         "a file is written again with one change, up to 160 tokens",
         _edit,
+        has_rounds=False,
         suits=lambda model: model.is_talking,
     ),
+    Scenario(
+        "stall",
+        "a running stream while long prompts are read beside it, one after another; the median of its longest gaps",
+        _stall,
+        has_rounds=False,
+    ),
 )
-"""In the order of the tables. What a client recorded is longer than the context of the model that talks."""
+"""In the order in which they are played: a server may still write when a client has left. What a client recorded is the
+same in each round, and longer than the context of the model that talks."""

@@ -137,7 +137,7 @@ PEERS: tuple[Peer, ...] = (
         instead=("mlx-openai-server==1.8.1", "mlx==0.32.4", "mlx-cpu==0.32.4"),
         without=("mlx-cuda-13",),
         model_name="peer",
-        remark="as it is by default; installed past its pins, which on Linux want CUDA and an MLX that lacks a function",
+        remark="as it is by default; installed past its pins, which on Linux want CUDA and an older MLX",
     ),
 )
 """In the order of every table."""

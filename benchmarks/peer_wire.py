@@ -18,7 +18,7 @@ from benchmarks.client import GREEDY, BenchmarkError
 from benchmarks.decode_rate import Arrived
 from benchmarks.recordings import CHAT, MESSAGES, RESPONSES, Wire
 
-ANSWER_SECONDS = 900.0
+ANSWER_SECONDS = 300.0
 """So long a server may be silent before its answer counts as none."""
 
 LIMIT_FIELDS: Mapping[str, str] = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
@@ -92,7 +92,7 @@ class Answer:
         return Arrived(tuple((at, piece.num_characters) for at, piece in self.parts), self.usage.num_completion_tokens)
 
     def longest_gap_seconds(self, start: float, end: float) -> float:
-        """The longest silence that overlaps [start, end). Raises BenchmarkError for an answer that does not enclose it."""
+        """The longest silence that overlaps [start, end). Raises BenchmarkError for one that does not enclose it."""
         times = self.times
         if not times or times[0] >= start or times[-1] <= end:
             raise BenchmarkError("the running stream was over before the prompt beside it was read")

@@ -4,10 +4,11 @@
                                [--blas off|auto|FILE] [--compare] [--environments FOLDER]
 
 A server that is not in this environment gets one of its own, in a cache folder, where it can be installed within twenty
-minutes. In each scenario every server is started anew with an empty home, answers one short question, and stands still
-(SIGSTOP) while another one is asked; in each round they take turns in the other order. `--save` keeps the rows, the
-tables and the plots; each run is compared with the rows that are kept, and with `--compare` the exit code is 1 where
-the order of two servers is another one, though they are more than 10 % apart.
+minutes. On each model every server is started with an empty home, answers one short question, and stands still
+(SIGSTOP) while another one is asked; no text is said in two scenarios or rounds, and in each round the servers take
+turns in the other order. `--save` keeps the rows, the tables and the plots; each run is compared with the rows that are
+kept, and with `--compare` the exit code is 1 where the order of two servers is another one, though they are more than
+10 % apart.
 """
 
 import argparse
@@ -15,11 +16,11 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import FrameType
 
 from benchmarks.client import BenchmarkError
 from benchmarks.frozen import FrozenOracle, Possible
@@ -35,7 +36,7 @@ from kvserve.app.blas import preloading
 from kvserve.demo.build import build_model
 
 SETTLING = {"messages": [{"role": "user", "content": "Hello, are you there?"}]}
-"""Asked once of each started server: the first passes of a process compile kernels, and none of them is measured."""
+"""Asked once of each started server: a process compiles kernels in its first passes, and none of them is measured."""
 
 
 def environments_folder() -> Path:
@@ -46,6 +47,18 @@ def environments_folder() -> Path:
 
 def tell(said: str) -> None:
     print(said, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a model is served with: its folder, its oracle, where each server is installed, and what was preloaded into
+    all of them."""
+
+    model: PeerModel
+    folder: Path
+    oracle: FrozenOracle
+    found: Mapping[str, Installed]
+    preloaded: Mapping[str, str]
 
 
 # --- one server in a scenario -----------------------------------------------------------------------------------------
@@ -77,85 +90,73 @@ class RunningPeer:
         return [self._oracle.judge(request) for request in requests]
 
 
-@dataclass(slots=True)
 class Entrant:
-    """A server in a scenario on a model: what its rounds gave, or why it has none."""
+    """A server on a model, started when it is first asked and again where it failed; what the rounds of the scenario
+    that is played gave, or why there is nothing."""
 
-    peer: Peer
-    process: ServerProcess | None = None
-    stage: RunningPeer | None = None
-    rounds: list[Figures] = field(default_factory=list)
-    fault: str = ""
+    def __init__(self, peer: Peer, ground: Ground, home: Path) -> None:
+        self.peer = peer
+        self._ground, self._home, self._num_homes = ground, home, 0
+        self._process: ServerProcess | None = None
+        self._stage: RunningPeer | None = None
+        self._absent = ground.found[peer.name].fault
+        self._start_seconds: list[float] = []
+        self.rounds: list[Figures] = []
+        self.fault = ""
 
-    def row(self, scenario: Scenario, model: PeerModel) -> Row:
-        figures = medians(self.rounds)
-        if self.process is not None and self.rounds:
-            figures = replace(
-                figures, peak_bytes=self.process.peak_bytes or None, start_seconds=self.process.start_seconds
-            )
-        return Row(scenario.name, model.name, self.peer.name, figures, len(self.rounds), self.fault, "")
+    def begin(self, scenario: Scenario) -> None:
+        """Be ready for a scenario, standing still."""
+        self.rounds, self.fault = [], self._absent
+        if not self.fault and scenario.path not in self.peer.endpoints:
+            self.fault = f"has no {scenario.path}"
+        elif not self.fault and self._process is None:
+            self._start()
+        if self._process is not None:
+            self._process.peak_bytes = 0
 
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """Who takes part on a model: where each is installed, the model's folder, and what was preloaded into all of them.
-    `absent` collects who does not start on the model, and why: nobody is waited for twice."""
-
-    model: PeerModel
-    folder: Path
-    oracle: FrozenOracle
-    found: Mapping[str, Installed]
-    preloaded: Mapping[str, str]
-    absent: dict[str, str] = field(default_factory=dict)
-
-
-def played(scenario: Scenario, ground: Field, peers: Sequence[Peer], num_rounds: int) -> list[Row]:
-    """Each server's rows in a scenario; who cannot take part has one that says why."""
-    entrants = [Entrant(peer) for peer in peers]
-    with ExitStack() as running:
-        scratch = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="kvserve-peers-")))
-        for entrant in entrants:
-            _enter(entrant, scenario, ground, scratch, running)
-        for number in range(num_rounds):
-            for entrant in entrants[:: -1 if number % 2 else 1]:
-                if entrant.stage is not None and not entrant.fault:
-                    _play(entrant, scenario, number)
-    return [entrant.row(scenario, ground.model) for entrant in entrants]
-
-
-def _enter(entrant: Entrant, scenario: Scenario, ground: Field, scratch: Path, running: ExitStack) -> None:
-    peer, found = entrant.peer, ground.found[entrant.peer.name]
-    if found.fault:
-        entrant.fault = found.fault
-    elif scenario.path not in peer.endpoints:
-        entrant.fault = f"has no {scenario.path}"
-    elif peer.name in ground.absent:
-        entrant.fault = ground.absent[peer.name]
-    else:
-        process = ServerProcess(peer, found, ground.folder, scratch / peer.name, ground.preloaded)
+    def play(self, scenario: Scenario, seed: int) -> None:
+        """One round of it."""
+        if self.fault or self._stage is None or self._process is None:
+            return
+        self._stage.seed = seed
+        self._process.go_on()
         try:
-            running.enter_context(process)
-            entrant.stage = RunningPeer(process, ground.model, ground.oracle)
-            entrant.stage.settle_in()
-            process.stand_still()
-            entrant.process = process
+            self.rounds.append(scenario.play(self._stage))
+            self._process.stand_still()
         except BenchmarkError as error:
-            entrant.stage, entrant.fault = None, _words(error)
-            ground.absent[peer.name] = entrant.fault
+            self.fault = _words(error)
+            self.rounds.clear()
+            self.end()  # whatever it still does is not to fall on the next scenario
+
+    def end(self) -> None:
+        """End the server, if there is one."""
+        if self._process is not None:
+            self._process.end(signal.SIGTERM)
+        self._process = self._stage = None
+
+    def row(self, scenario: Scenario) -> Row:
+        """Of the scenario that was played."""
+        figures = medians(self.rounds)
+        if self._process is not None and self.rounds:
+            started = median(self._start_seconds)
+            figures = replace(figures, peak_bytes=self._process.peak_bytes or None, start_seconds=started)
+        return Row(scenario.name, self._ground.model.name, self.peer.name, figures, len(self.rounds), self.fault, "")
+
+    def _start(self) -> None:
+        """In a home of its own, which is empty. Who does not start is not asked again on this model."""
+        ground, self._num_homes = self._ground, self._num_homes + 1
+        home = self._home / str(self._num_homes)
+        process = ServerProcess(self.peer, ground.found[self.peer.name], ground.folder, home, ground.preloaded)
+        try:
+            process.start()
+            self._start_seconds.append(process.start_seconds)
+            stage = RunningPeer(process, ground.model, ground.oracle)
+            stage.settle_in()
+            process.stand_still()
+            self._process, self._stage = process, stage
+        except BenchmarkError as error:
+            self._absent = self.fault = _words(error)
             process.end(signal.SIGTERM)
-
-
-def _play(entrant: Entrant, scenario: Scenario, number: int) -> None:
-    assert entrant.stage is not None and entrant.process is not None
-    entrant.stage.seed = number
-    entrant.process.go_on()
-    try:
-        entrant.rounds.append(scenario.play(entrant.stage))
-    except BenchmarkError as error:
-        entrant.fault = _words(error)
-        entrant.rounds.clear()
-    finally:
-        entrant.process.stand_still()
 
 
 def _words(error: BenchmarkError) -> str:
@@ -185,22 +186,35 @@ def run(wanted: Wanted, environments: Path, put: Callable[[Sequence[Row]], None]
     preloaded = preloading(wanted.blas, os.environ) if wanted.blas is not None else {}
     found = {peer.name: installed(peer, environments, tell) for peer in wanted.peers}
     rows: list[Row] = []
-    number = 0
-    with tempfile.TemporaryDirectory(prefix="kvserve-peer-models-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="kvserve-peers-") as scratch:
         for model in wanted.models:
-            folder = model_folder(model, Path(scratch), is_fast=wanted.blas is not None)
-            oracle = FrozenOracle(model.family, folder, model.convention)
-            ground = Field(model, folder, oracle, found, preloaded)
-            for scenario in wanted.scenarios:
-                if not scenario.suits(model):
-                    continue
-                turn = number % len(wanted.peers)
-                number += 1
-                tell(f"{model.name}: {scenario.name}")
-                order = [*wanted.peers[turn:], *wanted.peers[:turn]]
-                rows += played(scenario, ground, order, wanted.rounds_of(scenario, model))
+            folder = model_folder(model, Path(scratch) / "models", is_fast=wanted.blas is not None)
+            ground = Ground(model, folder, FrozenOracle(model.family, folder, model.convention), found, preloaded)
+            for more in on_model(wanted, ground, Path(scratch) / "homes" / model.name):
+                rows += more
                 put([*rows, *server_rows(wanted.peers, found, rows)])
     return [*rows, *server_rows(wanted.peers, found, rows)]
+
+
+def on_model(wanted: Wanted, ground: Ground, homes: Path) -> Iterator[list[Row]]:
+    """The rows of each scenario in turn. No text of one is said in another, nor in another round."""
+    entrants = [Entrant(peer, ground, homes / peer.name) for peer in wanted.peers]
+    try:
+        for place, scenario in enumerate(SCENARIOS):
+            if scenario not in wanted.scenarios or not scenario.suits(ground.model):
+                continue
+            tell(f"{ground.model.name}: {scenario.name}")
+            turn = place % len(entrants)
+            order = [*entrants[turn:], *entrants[:turn]]
+            for entrant in order:
+                entrant.begin(scenario)
+            for number in range(wanted.rounds_of(scenario, ground.model)):
+                for entrant in order[:: -1 if number % 2 else 1]:
+                    entrant.play(scenario, seed=100 * place + number)
+            yield [entrant.row(scenario) for entrant in entrants]
+    finally:
+        for entrant in entrants:
+            entrant.end()
 
 
 def model_folder(model: PeerModel, scratch: Path, *, is_fast: bool) -> Path:
@@ -235,7 +249,13 @@ def _stamped(rows: Sequence[Row], load: tuple[float, float, float], blas: Path |
     return [replace(row, measured_on=what) for row in rows]
 
 
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """No server is left behind, standing still."""
+    sys.exit(128 + number)
+
+
 def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, _leave)
     given = _parser().parse_args(argv)
     load, blas = os.getloadavg(), fast_library(given.blas) if given.blas != "off" else None
     wanted = Wanted(
@@ -262,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(given.compare and differing))
 
 
-def _told(rows: Sequence[Row]) -> Iterable[str]:
+def _told(rows: Sequence[Row]) -> Iterator[str]:
     yield rows[0].measured_on
     yield from servers_table(rows)
     for name, found in by_scenario(rows).items():
