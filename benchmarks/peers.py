@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,7 +204,7 @@ def on_model(wanted: Wanted, ground: Ground, homes: Path) -> Iterator[list[Row]]
         for place, scenario in enumerate(SCENARIOS):
             if scenario not in wanted.scenarios or not scenario.suits(ground.model):
                 continue
-            tell(f"{ground.model.name}: {scenario.name}")
+            tell(f"{time.strftime('%H:%M:%S')} {ground.model.name}: {scenario.name}")
             turn = place % len(entrants)
             order = [*entrants[turn:], *entrants[:turn]]
             for entrant in order:
