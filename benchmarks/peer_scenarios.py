@@ -32,8 +32,9 @@ BEFORE_END_SECONDS = 1.0
 STORY = "Write the numbers from one to five hundred in words, one after another, separated by commas, and nothing else."
 """Asked for an answer that does not end while another prompt is read."""
 
-NUM_RECORDED_REQUESTS = 6
+NUM_RECORDED_REQUESTS = 4
 RECORDED_ANSWER_TOKENS = 8
+EDIT_TOKENS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class PeerModel:
 
 def _tiny(family: str, kind: str) -> PeerModel:
     sizes = Sizes(system_words=500, user_words=20, result_words=30, num_turns=4)
-    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 24, 96, 8192, 3000, num_rounds=3)
+    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 24, 96, 8192, 2000, num_rounds=3)
 
 
 MODELS: tuple[PeerModel, ...] = (
@@ -68,11 +69,11 @@ MODELS: tuple[PeerModel, ...] = (
         "dense, talks",
         "",
         Convention(("<|im_end|>",), is_cuttable=True, takes_tools=False),
-        Sizes(system_words=70, user_words=10, result_words=14, num_turns=3),
+        Sizes(system_words=60, user_words=10, result_words=14, num_turns=3),
         answer_tokens=10,
-        stream_tokens=24,
+        stream_tokens=20,
         running_tokens=800,
-        long_words=160,
+        long_words=120,
         num_rounds=1,
     ),
     _tiny("qwen3", "dense, tiny"),
@@ -308,7 +309,7 @@ def _edit(stage: Stage) -> Figures:
     asked_for = tomllib.loads(EDITS_FILE.read_text("utf-8"))
     said = min((each["said"] for each in asked_for["edit"]), key=len)
     messages = [{"role": "system", "content": asked_for["systems"]["edit"]}, {"role": "user", "content": said}]
-    answer = stage.ask(CHAT, {"messages": messages}, {}, 160).answer()
+    answer = stage.ask(CHAT, {"messages": messages}, {}, EDIT_TOKENS).answer()
     return Figures(
         cold_seconds=answer.first_token_seconds,
         tokens_per_second=tokens_per_second([answer.arrived]),
@@ -338,11 +339,17 @@ SCENARIOS: tuple[Scenario, ...] = (
         "tool loop",
         "calls and results that the client words in its own way, with thinking, then a new task",
         _conversation(discarded_tool_loop),
+        suits=_is_tiny,
     ),
     Scenario(
-        "carrier", "each request ends with a message that the next one lacks, with thinking", _conversation(carrier)
+        "carrier",
+        "each request ends with a message that the next one lacks, with thinking",
+        _conversation(carrier),
+        suits=_is_tiny,
     ),
-    Scenario("branches", "back to the second turn, said otherwise, and return", _conversation(branches)),
+    Scenario(
+        "branches", "back to the second turn, said otherwise, and return", _conversation(branches), suits=_is_tiny
+    ),
     *(
         Scenario(
             f"recorded {client}",
@@ -369,7 +376,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("four streams", "four short prompts at once; the rate is that of all together", _four_streams),
     Scenario(
         "edit",
-        "a file is written again with one change, up to 160 tokens",
+        f"a file is written again with one change, up to {EDIT_TOKENS} tokens",
         _edit,
         has_rounds=False,
         suits=lambda model: model.is_talking,
@@ -382,4 +389,4 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
 )
 """In the order in which they are played: a server may still write when a client has left. What a client recorded is the
-same in each round, and longer than the context of the model that talks."""
+same in each round, and longer than the context of the model that talks, which is asked little: it is slow."""
