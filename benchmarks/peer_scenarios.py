@@ -14,12 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from benchmarks.anthropic_bodies import without_thinking
 from benchmarks.client import BenchmarkError
 from benchmarks.decode_rate import tokens_per_second
 from benchmarks.frozen import Possible
 from benchmarks.led_server import OWN_HEADERS
 from benchmarks.peer_wire import Answer, Asking
-from benchmarks.recordings import CHAT, MESSAGES, RESPONSES, Reply, Request, read_recordings, shared_folder
+from benchmarks.recordings import CHAT, MESSAGES, RESPONSES, Reply, Request, Wire, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS, Convention
 from benchmarks.reuse_scenarios import Ask, Sizes, Talk, Words, carrier, discarded_tool_loop, user_turns
 from benchmarks.reuse_scenarios import Reply as TalkReply
@@ -34,6 +35,9 @@ STORY = "Write the numbers from one to five hundred in words, one after another,
 
 NUM_RECORDED_REQUESTS = 4
 RECORDED_ANSWER_TOKENS = 8
+RECORDED_CHARACTERS, NUM_RECORDED_TOOLS = 1_200, 3
+"""What a recorded text and a list of tools are cut to: whole, a prompt of 17,000 tokens takes a minute on two cores."""
+
 EDIT_TOKENS = 100
 
 
@@ -60,7 +64,7 @@ class PeerModel:
 
 def _tiny(family: str, kind: str) -> PeerModel:
     sizes = Sizes(system_words=500, user_words=20, result_words=30, num_turns=4)
-    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 24, 96, 8192, 2000, num_rounds=3)
+    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 24, 96, 8192, 1200, num_rounds=3)
 
 
 MODELS: tuple[PeerModel, ...] = (
@@ -255,14 +259,35 @@ def _recorded(client: str) -> Callable[[Stage], Figures]:
             raise BenchmarkError("there are no recordings here")
         requests = next(talk.requests for talk in read_recordings(shared) if talk.client == client)
         turns = []
-        for request in requests[:NUM_RECORDED_REQUESTS]:
+        for request in [each for each in requests if each.body.get("tools")][:NUM_RECORDED_REQUESTS]:
             headers = {name: value for name, value in request.headers.items() if name not in OWN_HEADERS}
+            request = replace(request, body=shortened(request.body), reply=None)
             answer = stage.ask(request.path, request.body, headers, RECORDED_ANSWER_TOKENS).answer()
-            turns.append(Turn(replace(request, reply=None), answer))
+            turns.append(Turn(request, answer))
         possible = stage.possible([turn.request for turn in turns])
         return replace(figures_of(turns[0], turns[1:], possible[1:]), tokens_per_second=None)
 
     return play
+
+
+def shortened(body: Wire) -> Wire:
+    """The same body with its first tools and without the middle of long texts, the same text always in the same way.
+    Where a client has its thinking left out of the stream, nothing would be seen of a short answer: it is asked for none.
+    """
+    cut: Wire = {name: _shortened(value) for name, value in body.items() if name != "tools"}
+    if "thinking" in body:
+        cut = without_thinking(cut) | {"thinking": {"type": "disabled"}}
+        cut.pop("output_config", None)
+        cut.pop("context_management", None)
+    return cut | ({"tools": body["tools"][:NUM_RECORDED_TOOLS]} if body.get("tools") else {})
+
+
+def _shortened(value: object) -> object:
+    if isinstance(value, str) and len(value) > RECORDED_CHARACTERS:
+        return value[: RECORDED_CHARACTERS // 2] + value[-RECORDED_CHARACTERS // 2 :]
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
+    return {name: _shortened(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 # --- streams and edits ------------------------------------------------------------------------------------------------
@@ -353,7 +378,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(
         Scenario(
             f"recorded {client}",
-            f"the first {NUM_RECORDED_REQUESTS} requests of a recorded session, over `{path}`",
+            f"the first {NUM_RECORDED_REQUESTS} requests with tools of a recorded session over `{path}`, cut to "
+            f"{NUM_RECORDED_TOOLS} tools and texts of at most {RECORDED_CHARACTERS:,} characters",
             _recorded(recording),
             path,
             has_rounds=False,

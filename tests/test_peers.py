@@ -18,7 +18,7 @@ from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.peer_plots import PLOTS, draw
 from benchmarks.peer_report import BEGIN, END, KEPT, PAGE, report, with_section
 from benchmarks.peer_rows import SERVERS, Row, are_apart, losses, medians, scenario_table, turned
-from benchmarks.peer_scenarios import MODELS, SCENARIOS, Figures, PeerModel, Turn, figures_of
+from benchmarks.peer_scenarios import MODELS, SCENARIOS, Figures, PeerModel, Turn, figures_of, shortened
 from benchmarks.peer_servers import (
     PEERS,
     Installed,
@@ -142,6 +142,20 @@ def test_reuse_leaves_the_first_request_out_and_stays_empty_where_one_does_not_s
     found = figures_of(turn(8, 50, 0), [turn(2, 100, 80), turn(4, 100, 60)], bounds)
     assert (found.reuse, found.possible, found.cold_seconds, found.warm_seconds) == (0.7, 0.8, 8, 3)
     assert figures_of(turn(8, 50, 0), [turn(2, 100, 80), turn(4, 100, None)], bounds).reuse is None
+
+
+def test_a_recorded_request_is_cut_in_the_same_way_each_time() -> None:
+    """What two requests have in common they still have; what is short stays as it was."""
+    long = "".join(chr(97 + number % 26) for number in range(9_000))
+    first = shortened({"tools": [1, 2, 3, 4, 5, 6], "messages": [{"content": long}], "store": False})
+    second = shortened({"tools": [1, 2, 3, 4, 5, 6], "messages": [{"content": long}, {"content": "short"}]})
+    assert second["messages"][:1] == first["messages"]
+    assert second["messages"][1] == {"content": "short"}
+    assert (first["tools"], first["store"]) == ([1, 2, 3], False)
+    assert len(first["messages"][0]["content"]) == 1_200
+    assert "tools" not in shortened({"messages": []})
+    unthinking = shortened({"messages": [], "thinking": {"type": "adaptive"}, "output_config": {}})
+    assert unthinking == {"messages": [], "thinking": {"type": "disabled"}}
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
