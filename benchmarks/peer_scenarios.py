@@ -272,7 +272,7 @@ def _recorded(client: str) -> Callable[[Stage], Figures]:
 
 def shortened(body: Wire) -> Wire:
     """The same body with its first tools and without the middle of long texts, the same text always in the same way.
-    Where a client has its thinking left out of the stream, nothing would be seen of a short answer: it is asked for none.
+    Where a client has its thinking left out of the stream, nothing would be seen of short answers: it is asked for none.
     """
     cut: Wire = {name: _shortened(value) for name, value in body.items() if name != "tools"}
     if "thinking" in body:
