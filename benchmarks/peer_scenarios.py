@@ -44,7 +44,8 @@ EDIT_TOKENS = 100
 @dataclass(frozen=True, slots=True)
 class PeerModel:
     """A model that all servers serve, and how long what is asked of it is. `family` is a demo family, else it is the
-    demo's model that talks. `running_tokens` is the limit of a stream beside which `long_words` are read."""
+    demo's model that talks. `answer_tokens` is a limit; a random model ends most answers before it, as others do.
+    `running_tokens` is the limit of a stream beside which `long_words` are read."""
 
     name: str
     kind: str
@@ -64,7 +65,7 @@ class PeerModel:
 
 def _tiny(family: str, kind: str) -> PeerModel:
     sizes = Sizes(system_words=500, user_words=20, result_words=30, num_turns=4)
-    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 24, 96, 8192, 1200, num_rounds=3)
+    return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 64, 96, 8192, 1200, num_rounds=3)
 
 
 MODELS: tuple[PeerModel, ...] = (
@@ -141,13 +142,15 @@ class Stage(Protocol):
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """Something that is asked of each server on its own, once in each round. `path` is the protocol that it takes;
-    `has_rounds`: it is cheap enough to be asked several times, of servers that take turns."""
+    `has_rounds`: it is cheap enough to be asked several times, of servers that take turns. `is_endless`: a random model
+    must not end its answers by itself."""
 
     name: str
     says: str
     play: Callable[[Stage], Figures]
     path: str = CHAT
     has_rounds: bool = True
+    is_endless: bool = False
     suits: Callable[[PeerModel], bool] = field(default=lambda _model: True)
 
 
@@ -187,22 +190,23 @@ def asked(stage: Stage, ask: Ask) -> Turn:
     return Turn(Request(body, Reply(answer.reasoning, answer.content)), answer)
 
 
-def figures_of(first: Turn, counted: Sequence[Turn], possible: Sequence[Possible]) -> Figures:
-    """Of a conversation: cold is its first request; warm and reuse are of those that count, whose bounds are given."""
-    usages = [turn.answer.usage for turn in counted]
-    cached = [usage.num_cached_tokens for usage in usages if usage.num_cached_tokens is not None]
-    prompts = [usage.num_prompt_tokens for usage in usages if usage.num_prompt_tokens]
-    says_all = counted and len(cached) == len(prompts) == len(counted)
-    num_possible, num_prompt = (
-        sum(each.num_reusable_tokens for each in possible),
-        sum(each.num_prompt_tokens for each in possible),
-    )
+def figures_of(turns: Sequence[Turn], possible: Sequence[Possible]) -> Figures:
+    """Of a conversation: cold is its first request; warm and reuse are of the last ones, whose bounds are given.
+
+    A server that says in some answer how many tokens it had means none where it does not; others say nothing.
+    """
+    counted = turns[len(turns) - len(possible) :]
+    prompts = [turn.answer.usage.num_prompt_tokens or 0 for turn in counted]
+    says_any = any(turn.answer.usage.num_cached_tokens is not None for turn in turns)
+    num_cached = sum(turn.answer.usage.num_cached_tokens or 0 for turn in counted)
+    num_possible = sum(each.num_reusable_tokens for each in possible)
+    num_prompt = sum(each.num_prompt_tokens for each in possible)
     return Figures(
-        reuse=sum(cached) / sum(prompts) if says_all else None,
+        reuse=num_cached / sum(prompts) if says_any and all(prompts) else None,
         possible=num_possible / num_prompt if num_prompt else None,
-        cold_seconds=first.answer.first_token_seconds,
-        warm_seconds=median(turn.answer.first_token_seconds for turn in counted) if counted else None,
-        tokens_per_second=_rate([first, *counted]),
+        cold_seconds=turns[0].answer.first_token_seconds,
+        warm_seconds=median(turn.answer.first_token_seconds for turn in counted),
+        tokens_per_second=_rate(turns),
     )
 
 
@@ -221,7 +225,7 @@ def _conversation(lead: Callable[[Words], Talk]) -> Callable[[Stage], Figures]:
     def play(stage: Stage) -> Figures:
         turns = led(stage, lead(_words(stage)))
         possible = stage.possible([turn.request for turn in turns])
-        return figures_of(turns[0], turns[1:], possible[1:])
+        return figures_of(turns, possible[1:])
 
     return play
 
@@ -243,7 +247,7 @@ def _restarted(how: signal.Signals) -> Callable[[Stage], Figures]:
         stage.restart(how)
         turns.append(asked(stage, Ask(tuple(said))))
         possible = stage.possible([turn.request for turn in turns])
-        return replace(figures_of(turns[0], turns[-1:], possible[-1:]), tokens_per_second=None)
+        return replace(figures_of(turns, possible[-1:]), tokens_per_second=None)
 
     return play
 
@@ -265,14 +269,14 @@ def _recorded(client: str) -> Callable[[Stage], Figures]:
             answer = stage.ask(request.path, request.body, headers, RECORDED_ANSWER_TOKENS).answer()
             turns.append(Turn(request, answer))
         possible = stage.possible([turn.request for turn in turns])
-        return replace(figures_of(turns[0], turns[1:], possible[1:]), tokens_per_second=None)
+        return replace(figures_of(turns, possible[1:]), tokens_per_second=None)
 
     return play
 
 
 def shortened(body: Wire) -> Wire:
     """The same body with its first tools and without the middle of long texts, the same text always in the same way.
-    Where a client has its thinking left out of the stream, nothing would be seen of short answers: it is asked for none.
+    Where a client has its thinking left out of the stream, a short answer would show nothing: it asks for none.
     """
     cut: Wire = {name: _shortened(value) for name, value in body.items() if name != "tools"}
     if "thinking" in body:
@@ -399,7 +403,9 @@ SCENARIOS: tuple[Scenario, ...] = (
         _restarted(signal.SIGKILL),
         has_rounds=False,
     ),
-    Scenario("four streams", "four short prompts at once; the rate is that of all together", _four_streams),
+    Scenario(
+        "four streams", "four short prompts at once; the rate is that of all together", _four_streams, is_endless=True
+    ),
     Scenario(
         "edit",
         f"a file is written again with one change, up to {EDIT_TOKENS} tokens",
@@ -412,6 +418,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "a running stream while long prompts are read beside it, one after another; the median of its longest gaps",
         _stall,
         has_rounds=False,
+        is_endless=True,
     ),
 )
 """In the order in which they are played: a server may still write when a client has left. What a client recorded is the

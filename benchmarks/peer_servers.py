@@ -221,11 +221,11 @@ def _versions(python: Path, package: str) -> dict[str, str]:
 
 def last_error(said: str) -> str:
     """The last line of a program's output that tells a fault, without the folders of this machine."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in said.splitlines() if line.strip() and "startup failed" not in line]
     faults = [line for line in lines if re.search(r"error|exception|no module|cannot|failed", line, re.IGNORECASE)]
     found = (faults or lines or ["it said nothing"])[-1]
     found = re.sub(r"\x1b\[[0-9;]*m", "", found).replace("|", "/")
-    return re.sub(r"(?:/[\w.+@-]+)+/", "", found)[:200]
+    return re.sub(r"(?:/[\w.+@-]+)+/", "", found)[:160]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

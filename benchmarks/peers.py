@@ -36,6 +36,9 @@ from benchmarks.talking import fast_library, talking_model
 from kvserve.app.blas import preloading
 from kvserve.demo.build import build_model
 
+ANSWER_TOKENS = 24
+"""About how long a random model makes its answers."""
+
 SETTLING = {"messages": [{"role": "user", "content": "Hello, are you there?"}]}
 """Asked once of each started server: a process compiles kernels in its first passes, and none of them is measured."""
 
@@ -52,11 +55,12 @@ def tell(said: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a model is served with: its folder, its oracle, where each server is installed, and what was preloaded into
-    all of them."""
+    """What a model is served with: its folder and that of its twin that never ends an answer, its oracle, where each
+    server is installed, and what was preloaded into all of them."""
 
     model: PeerModel
     folder: Path
+    endless: Path
     oracle: FrozenOracle
     found: Mapping[str, Installed]
     preloaded: Mapping[str, str]
@@ -99,6 +103,7 @@ class Entrant:
         self.peer = peer
         self._ground, self._home, self._num_homes = ground, home, 0
         self._process: ServerProcess | None = None
+        self._folder = ground.folder
         self._stage: RunningPeer | None = None
         self._absent = ground.found[peer.name].fault
         self._start_seconds: list[float] = []
@@ -108,6 +113,10 @@ class Entrant:
     def begin(self, scenario: Scenario) -> None:
         """Be ready for a scenario, standing still."""
         self.rounds, self.fault = [], self._absent
+        folder = self._ground.endless if scenario.is_endless else self._ground.folder
+        if folder != self._folder:
+            self.end()
+            self._folder = folder
         if not self.fault and scenario.path not in self.peer.endpoints:
             self.fault = f"has no {scenario.path}"
         elif not self.fault and self._process is None:
@@ -147,7 +156,7 @@ class Entrant:
         """In a home of its own, which is empty. Who does not start is not asked again on this model."""
         ground, self._num_homes = self._ground, self._num_homes + 1
         home = self._home / str(self._num_homes)
-        process = ServerProcess(self.peer, ground.found[self.peer.name], ground.folder, home, ground.preloaded)
+        process = ServerProcess(self.peer, ground.found[self.peer.name], self._folder, home, ground.preloaded)
         try:
             process.start()
             self._start_seconds.append(process.start_seconds)
@@ -189,8 +198,9 @@ def run(wanted: Wanted, environments: Path, put: Callable[[Sequence[Row]], None]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvserve-peers-") as scratch:
         for model in wanted.models:
-            folder = model_folder(model, Path(scratch) / "models", is_fast=wanted.blas is not None)
-            ground = Ground(model, folder, FrozenOracle(model.family, folder, model.convention), found, preloaded)
+            folder, endless = model_folders(model, Path(scratch) / "models", is_fast=wanted.blas is not None)
+            oracle = FrozenOracle(model.family, folder, model.convention)
+            ground = Ground(model, folder, endless, oracle, found, preloaded)
             for more in on_model(wanted, ground, Path(scratch) / "homes" / model.name):
                 rows += more
                 put([*rows, *server_rows(wanted.peers, found, rows)])
@@ -218,14 +228,16 @@ def on_model(wanted: Wanted, ground: Ground, homes: Path) -> Iterator[list[Row]]
             entrant.end()
 
 
-def model_folder(model: PeerModel, scratch: Path, *, is_fast: bool) -> Path:
-    """The model's files: in 4 bits, but in float32 with a BLAS that is fast for it."""
+def model_folders(model: PeerModel, scratch: Path, *, is_fast: bool) -> tuple[Path, Path]:
+    """The model's files, and those of its twin that never ends an answer: of the model that talks the same, in 4 bits,
+    but in float32 with a BLAS that is fast for it."""
     if not model.is_talking:
-        return build_model(model.family, scratch / model.name, answer_tokens=None)
+        ending = build_model(model.family, scratch / model.name, answer_tokens=ANSWER_TOKENS)
+        return ending, build_model(model.family, scratch / f"{model.name}-endless", answer_tokens=None)
     folder = talking_model("float32" if is_fast else "4-bit")
     if folder is None:
         raise BenchmarkError("the model that talks is not here and cannot be fetched")
-    return folder
+    return folder, folder
 
 
 def server_rows(peers: Iterable[Peer], found: Mapping[str, Installed], rows: Sequence[Row]) -> list[Row]:

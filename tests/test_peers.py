@@ -131,7 +131,7 @@ def test_the_longest_gap_is_the_one_beside_the_other_prompt() -> None:
         running.longest_gap_seconds(9.5, 30)
 
 
-def test_reuse_leaves_the_first_request_out_and_stays_empty_where_one_does_not_say() -> None:
+def test_reuse_leaves_the_first_request_out_and_stays_empty_where_no_answer_says_any() -> None:
     """Over all tokens of the later prompts."""
 
     def turn(seconds: float, num_prompt: int, num_cached: int | None) -> Turn:
@@ -139,9 +139,11 @@ def test_reuse_leaves_the_first_request_out_and_stays_empty_where_one_does_not_s
         return Turn(Request({"messages": []}, None), said)
 
     bounds = [Possible(100, 90), Possible(100, 70)]
-    found = figures_of(turn(8, 50, 0), [turn(2, 100, 80), turn(4, 100, 60)], bounds)
+    found = figures_of([turn(8, 50, 0), turn(2, 100, 80), turn(4, 100, 60)], bounds)
     assert (found.reuse, found.possible, found.cold_seconds, found.warm_seconds) == (0.7, 0.8, 8, 3)
-    assert figures_of(turn(8, 50, 0), [turn(2, 100, 80), turn(4, 100, None)], bounds).reuse is None
+    assert figures_of([turn(8, 50, None), turn(2, 100, 80), turn(4, 100, None)], bounds).reuse == 0.4
+    assert figures_of([turn(8, 50, None), turn(2, 100, None), turn(4, 100, None)], bounds).reuse is None
+    assert figures_of([turn(8, 50, 0), turn(2, 100, 80), turn(4, 100, 60)], bounds[1:]).reuse == 0.6
 
 
 def test_a_recorded_request_is_cut_in_the_same_way_each_time() -> None:
