@@ -42,6 +42,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         for name, make in ((name, MAKERS[name]) for name in PLOTS):
             figure = Figure(figsize=(7.2, 3.0), layout="constrained")
             make(figure, rows)
+            _legend(figure)
             figure.savefig(folder / name, format="svg", metadata={"Date": None, "Creator": None})
 
 
@@ -61,7 +62,7 @@ def _first_token(figure: Any, rows: Sequence[Row]) -> None:
     cells = {name: found for name, found in _on(rows, HYBRID).items() if any(r.figures.warm_seconds for r in found)}
     _bars(axes, cells, "warm_seconds", scale=1000)
     axes.set_ylabel("ms")
-    axes.set_yscale("log")
+    _plain_ticks(axes)
     axes.set_title(f"First token of a warm request, tiny hybrid ({HYBRID}); less is better")
 
 
@@ -74,7 +75,7 @@ def _streams(figure: Any, rows: Sequence[Row]) -> None:
         found = by_scenario(rows).get(scenario, [])
         cells = {model.name: [row for row in found if row.model == model.name] for model in MODELS}
         _bars(axes, {name: each for name, each in cells.items() if each}, field, scale=1)
-        axes.set_yscale("log")
+        _plain_ticks(axes)
         axes.set_title(title)
 
 
@@ -107,6 +108,28 @@ def _bars(axes: Any, cells: Mapping[str, Sequence[Row]], field: str, scale: floa
         ]
         colour = COLOURS[[peer.name for peer in PEERS].index(name)]
         axes.bar([x for x, _ in points], [y for _, y in points], width=width, color=colour, label=name)
+        for x, y in points:
+            if y == 0:  # nothing was reused, which is not the same as nothing was said
+                axes.text(x, y, "0", ha="center", va="bottom", fontsize=6)
     axes.set_xticks(range(len(cells)), [name.replace(" ", "\n") for name in cells])
+
+
+def _legend(figure: Any) -> None:
+    """One for all axes, above them: each server once."""
+    named = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    names = [peer.name for peer in PEERS if peer.name in named]
     if names:
-        axes.legend(fontsize=6, ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1.1), frameon=False)
+        handles = [named[name] for name in names]
+        figure.legend(handles, names, fontsize=7, ncols=len(names), loc="outside upper center", frameon=False)
+
+
+def _plain_ticks(axes: Any) -> None:
+    """A logarithmic axis with numbers as they are read."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -44,7 +44,7 @@ def report(rows: Sequence[Row]) -> str:
         "\n".join(servers_table(rows)),
     ]
     for name, found in by_scenario(rows).items():
-        parts += [f"## {name.capitalize()}", f"{says.get(name, '').capitalize()}.", "\n".join(scenario_table(found))]
+        parts += [f"## {_begun(name)}", f"{_begun(says.get(name, ''))}.", "\n".join(scenario_table(found))]
     parts += ["## Where another server is better than kvserve by more than 10 %", "\n".join(_listed(rows))]
     return "\n\n".join(parts) + "\n"
 
@@ -61,14 +61,13 @@ def section(rows: Sequence[Row]) -> str:
     parts = [
         BEGIN,
         "`python -m benchmarks.peers --save` ([every scenario](../benchmarks/results/peers.md)): the same models, "
-        "requests and greedy sampling, one server at a time, in turns. What a server "
-        "does not say is empty.",
+        "requests and greedy sampling, one server at a time, in turns. What a server does not say is empty.",
         machines(rows),
         "\n".join(servers_table(rows)),
         *(f"![{alt}](images/{name})" for name, alt in PLOTS.items()),
     ]
     for figure in ON_PAGE:
-        parts += [f"### {FIGURES[figure][0].capitalize()}", "\n".join(figure_table(rows, figure))]
+        parts += [f"### {_begun(FIGURES[figure][0])}", "\n".join(figure_table(rows, figure))]
     parts += ["### Where another server is better by more than 10 %", "\n".join(_listed(rows)), END]
     return "\n\n".join(parts)
 
@@ -85,6 +84,11 @@ def write_page(rows: Sequence[Row], page: Path = PAGE, images: Path = IMAGES) ->
     """Write the part of the page and its plots."""
     draw(rows, images)
     page.write_text(with_section(page.read_text("utf-8"), rows), "utf-8")
+
+
+def _begun(said: str) -> str:
+    """With a capital letter at the beginning."""
+    return said[:1].upper() + said[1:]
 
 
 def _listed(rows: Sequence[Row]) -> Iterator[str]:
