@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peer_nouns import MODELS
 from benchmarks.peer_rows import Row, by_scenario
-from benchmarks.peer_scenarios import MODELS
 from benchmarks.peer_servers import PEERS
 
 PLOTS: Mapping[str, str] = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.kept import KeptRows
+from benchmarks.peer_nouns import FIGURES, MODELS
 from benchmarks.peer_plots import PLOTS, draw
 from benchmarks.peer_rows import (
     Row,
@@ -18,7 +19,7 @@ from benchmarks.peer_rows import (
     scenario_table,
     servers_table,
 )
-from benchmarks.peer_scenarios import FIGURES, MODELS, SCENARIOS
+from benchmarks.peer_scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from itertools import combinations
 from statistics import median
 
-from benchmarks.peer_scenarios import FIGURES, MODELS, SCENARIOS, Figures
+from benchmarks.peer_nouns import FIGURES, MODELS, Figures
+from benchmarks.peer_scenarios import SCENARIOS
 from benchmarks.peer_servers import PEERS
 
 SERVERS = "servers"

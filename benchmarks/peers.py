@@ -26,9 +26,10 @@ from types import FrameType
 from benchmarks.client import BenchmarkError
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.machine import machine
+from benchmarks.peer_nouns import MODELS, Figures, PeerModel, Scenario
 from benchmarks.peer_report import KEPT, write_page
 from benchmarks.peer_rows import SERVERS, Row, by_scenario, losses, medians, scenario_table, servers_table, turned
-from benchmarks.peer_scenarios import MODELS, SCENARIOS, Figures, PeerModel, Scenario
+from benchmarks.peer_scenarios import SCENARIOS
 from benchmarks.peer_servers import PEERS, Installed, Peer, ServerProcess, installed, last_error
 from benchmarks.peer_wire import Asking, streamed
 from benchmarks.recordings import CHAT, Request

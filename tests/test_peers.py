@@ -15,10 +15,11 @@ import pytest
 from benchmarks import peers
 from benchmarks.client import BenchmarkError
 from benchmarks.frozen import FrozenOracle, Possible
+from benchmarks.peer_nouns import MODELS, Figures, PeerModel, Turn
 from benchmarks.peer_plots import PLOTS, draw
 from benchmarks.peer_report import BEGIN, END, KEPT, PAGE, report, with_section
 from benchmarks.peer_rows import SERVERS, Row, are_apart, losses, medians, scenario_table, turned
-from benchmarks.peer_scenarios import MODELS, SCENARIOS, Figures, PeerModel, Turn, figures_of, shortened
+from benchmarks.peer_scenarios import SCENARIOS, figures_of, shortened
 from benchmarks.peer_servers import (
     PEERS,
     Installed,
