@@ -38,7 +38,7 @@ class PeerModel:
 
 
 def _tiny(family: str, kind: str) -> PeerModel:
-    sizes = Sizes(system_words=500, user_words=20, result_words=30, num_turns=4)
+    sizes = Sizes(system_words=350, user_words=20, result_words=30, num_turns=4)
     return PeerModel(family, kind, family, CONVENTIONS[family], sizes, 64, 96, 8192, 1200, num_rounds=3)
 
 
