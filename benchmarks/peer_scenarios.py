@@ -29,8 +29,8 @@ CALM_SECONDS = 1.0
 BEFORE_END_SECONDS = 1.0
 """Between an answer's end and the signal that ends the server."""
 
-STORY = "Write the numbers from one to five hundred in words, one after another, separated by commas, and nothing else."
-"""Asked for an answer that does not end while another prompt is read."""
+LIST = f"Go on with this list and never stop: {'tree, ' * 24}tree,"
+"""Asked for an answer that does not end while another prompt is read: the model that talks goes on to its limit."""
 
 NUM_RECORDED_REQUESTS = 4
 RECORDED_ANSWER_TOKENS = 8
@@ -201,7 +201,7 @@ def _four_streams(stage: Stage) -> Figures:
 
 def _stall(stage: Stage) -> Figures:
     """Long prompts are read beside a running stream, one after another: its longest gap meanwhile, their first word."""
-    running = _question(stage, f"{_words(stage).user()['content']} {STORY}", stage.model.running_tokens)
+    running = _question(stage, f"{_words(stage).user()['content']} {LIST}", stage.model.running_tokens)
     running.wait_for_words()
     sizes = replace(stage.model.sizes, user_words=stage.model.long_words)
     words = Words(sizes, takes_tools=False, seed=stage.seed + 50)

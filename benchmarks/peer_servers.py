@@ -27,7 +27,7 @@ from benchmarks.rig import START_SCRIPT, free_port
 from kvserve.config import Settings, setting_key
 
 INSTALL_SECONDS = 20 * 60
-START_SECONDS, END_SECONDS = 240, 20
+START_SECONDS, END_SECONDS = 600, 20
 POLL_SECONDS, SAMPLE_SECONDS = 0.05, 1.0
 LIBRARIES = ("mlx", "mlx-lm", "mlx-vlm", "transformers")
 LISTED = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()), sep='\\n')"
