@@ -147,10 +147,10 @@ class Entrant:
 
     def row(self, scenario: Scenario) -> Row:
         """Of the scenario that was played."""
-        figures = medians(self.rounds)
+        started = median(self._start_seconds) if self._start_seconds else None
+        figures = replace(medians(self.rounds), start_seconds=started)
         if self._process is not None and self.rounds:
-            started = median(self._start_seconds)
-            figures = replace(figures, peak_bytes=self._process.peak_bytes or None, start_seconds=started)
+            figures = replace(figures, peak_bytes=self._process.peak_bytes or None)
         return Row(scenario.name, self._ground.model.name, self.peer.name, figures, len(self.rounds), self.fault, "")
 
     def _start(self) -> None:
