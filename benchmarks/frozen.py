@@ -57,8 +57,9 @@ class Possible:
 class FrozenOracle:
     """One family's bound for one conversation after the other."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self._convention = CONVENTIONS[family]
+    def __init__(self, family: str, folder: Path, convention: Convention | None = None) -> None:
+        """`convention` of a model that is of no family listed."""
+        self._convention = convention or CONVENTIONS[family]
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
         self._tokenizer = tokenizer
         self._ends = frozenset(tokenizer.convert_tokens_to_ids(list(self._convention.ends)))
