@@ -28,6 +28,7 @@ from kvserve.app.model_factory import ModelFactory
 from kvserve.core import SamplingParams
 from kvserve.engine import decode, draft_support, engine_start, leaf_forms, pass_costs, shapeless, vision_check
 from kvserve.engine import model as engine_model
+from kvserve.engine.batch_costs import BatchCosts
 from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen, DraftSupport
 from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel, Looking, Probed
@@ -140,7 +141,8 @@ def _find_draft_support_once(
         with always_paying():
             _draft_supports[key, settings] = _find_draft_support(model, settings)
     found = _draft_supports[key, settings]
-    return replace(found, costs=deepcopy(found.costs))
+    costs = deepcopy(found.costs)
+    return replace(found, costs=costs, together=BatchCosts(costs) if found.together is not None else None)
 
 
 def _draw_two_tokens_once(scheduler: Scheduler, sampling: SamplingParams) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import kvserve.requests.drafts
 from kvserve.drafting.kept_text import TextOwner
+from kvserve.drafting.text_drafter import TextDrafter
 from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.pass_costs import PassCosts
 from tests.laws import sampled
@@ -40,6 +41,7 @@ def nothing_kept(app: AppUnderTest) -> None:
 def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine's passes cost: all that is drafted is tried."""
     monkeypatch.setattr(PassCosts, "num_worth", lambda _self, chances, *_args, **_more: len(chances))
+    monkeypatch.setattr(PassCosts, "is_worth_reading", lambda *_: True)
 
 
 def texts(app: AppUnderTest) -> DraftTexts:
@@ -221,10 +223,14 @@ def test_a_model_that_cannot_try_drafts_is_served_without(app: AppUnderTest, mon
     assert not engine.can_draft and factory.completed(app.served, model).drafts is None
 
 
-@pytest.mark.parametrize("broken", ["begin", "end"])
-def test_no_answer_fails_because_of_its_drafts(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """What raises where drafts begin, or where an answer is left for later ones, is told, counted, and nothing else:
-    the answer is the same, and the next one is drafted."""
+@pytest.mark.parametrize(
+    ("owner", "broken"), [(DraftTexts, "begin"), (DraftTexts, "end"), (TextDrafter, "propose")], ids=str
+)
+def test_no_answer_fails_because_of_its_drafts(
+    app: AppUnderTest, monkeypatch: pytest.MonkeyPatch, owner: type, broken: str
+) -> None:
+    """What raises where drafts begin, while they are asked for, or where an answer is left for later ones, is told,
+    counted, and nothing else: the answer is the same, and the next one is drafted."""
 
     def failing(*_args: Any, **_more: Any) -> Any:
         raise LookupError(f"no text to {broken} with")
@@ -234,10 +240,10 @@ def test_no_answer_fails_because_of_its_drafts(app: AppUnderTest, monkeypatch: p
 
     plain, before = ask(app, speculation=False), num_failures()
     with monkeypatch.context() as patch:
-        patch.setattr(DraftTexts, broken, failing)
+        patch.setattr(owner, broken, failing)
         assert said(ask(app, session_id="swans")) == said(plain)
     assert any(f"LookupError: no text to {broken} with" in line for line in app.lines())
-    assert num_failures() == before + 1
+    assert eventually(lambda: num_failures() == before + 1)
     ask(app, session_id="swans")
     assert counted(ask(app, session_id="swans")["usage"])[0] > 0
     assert f"kvserve_draft_failures_total {before + 1}" in app.get("/metrics").body.decode()

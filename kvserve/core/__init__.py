@@ -20,7 +20,7 @@ from kvserve.core.answers import (
     Waiting,
 )
 from kvserve.core.calls import JSON_SPELLING, CallParts, CallRow, CallSlot, PairParts, Spelling
-from kvserve.core.drafting import Draft, Drafted, Drafter, Drafting, DraftSource
+from kvserve.core.drafting import CostlyDrafter, Draft, Drafted, Drafter, Drafting, DraftSource
 from kvserve.core.generation import (
     Awaiting,
     GenerationDone,

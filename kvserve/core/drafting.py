@@ -5,7 +5,7 @@ and never what it says.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 DraftSource = Literal["prediction", "conversation", "records", "grammar", "draft model"]
 """`prediction`: the client's own; `conversation`: what the prompt and the answer so far say; `records`: what else the
@@ -36,6 +36,14 @@ class Drafter(Protocol):
         itself."""
 
 
+@runtime_checkable
+class CostlyDrafter(Drafter, Protocol):
+    """One that computes for its drafts, which a step that rows share does not wait for."""
+
+    def propose_free(self, max_num_tokens: int) -> Draft | None:
+        """The same as `propose`, by what costs nothing alone; what computes hears that this step is none of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drafted:
     """Tokens of one source that went through the model as a draft, and those of them that it drew itself."""
@@ -47,11 +55,13 @@ class Drafted:
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """What drafts did for one answer: `num_steps` passes of the model gave its tokens. `seconds_saved` is measured:
-    what its tokens would have taken one by one, less what they took."""
+    what its tokens would have taken one by one, less what they took. `failure`: what its drafter raised, from when on
+    nothing was drafted; empty where it went well."""
 
     by_source: Mapping[DraftSource, Drafted] = field(default_factory=dict)
     num_steps: int = 0
     seconds_saved: float = 0.0
+    failure: str = ""
 
     @property
     def num_drafted_tokens(self) -> int:

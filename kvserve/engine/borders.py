@@ -161,8 +161,8 @@ def guarded[**P, T](row: Row, call: Callable[P, T], instead: Callable[P, T]) -> 
 
 
 def finding[T](trial: Callable[[], T]) -> T | Exception:
-    """What a trial at load gives, or why it failed: what cannot be done is not used, and a note says so. The error lets
-    go of the arrays of its frames."""
+    """What a trial gives, or why it failed: what cannot be done is not used, and who tries says so. The error lets go
+    of the arrays of its frames."""
     try:
         return trial()
     except Exception as error:  # noqa: BLE001 - a class, family or checkpoint that is not known may raise anything

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from kvserve.engine.borders import client_error, guarded, is_helped_by_room, is_out_of_memory
+from kvserve.engine.borders import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.decode_group import (
     Decoder,
     DecodeResult,
@@ -35,7 +35,6 @@ from kvserve.engine.drafted import DraftedGenerator, DraftedRow
 from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, leaving, settle
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row, admitted_tokens
-from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
 from kvserve.engine.token_dispatcher import SendingModule
 from kvserve.engine.wired import batch_generator
@@ -127,8 +126,7 @@ class DecodePool:
         caches = self._model.ready(caches, len(tokens) - 1)
         self._model.place(caches, row.request, len(tokens) - 1)
         num_left = row.request.max_tokens - len(row.generated)
-        sampler = _guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler
-        processors = [_guarded_processor(row, processor) for processor in decoder.processors]
+        sampler, processors = decoder.guarded(row)
         if group.is_drafted and row.drafts is not None:
             uid = group.generator.insert(
                 DraftedRow(
@@ -145,6 +143,8 @@ class DecodePool:
                 )
             )
         else:
+            if self._may_draft(row) and (costs := self.draft_support.together) is not None:
+                group.draft_together(costs, self._model.sizes.packed_from)
             [uid] = group.generator.insert(
                 [tokens[-1:]],
                 max_tokens=[num_left],
@@ -316,12 +316,12 @@ class DecodePool:
 
     def _break_up(self, group: Group, error: Exception) -> DecodeResult:
         """Discard a generator that raised: rows enter again from their tokens, without drafts where these may be to
-        blame; a second failure is the row's own."""
+        blame, as they are not where an allocation failed; a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
         for row in group.rows.values():
-            if row.drafts is not None:
-                row.drafts.is_given_up |= group.is_drafted
+            if row.drafts is not None and not is_out_of_memory(error):
+                row.drafts.is_given_up |= group.is_drafted or group.is_drafted_together
         return self._blamed(list(group.rows.values()), error)
 
     def _blamed(self, rows: list[Row], error: Exception) -> DecodeResult:
@@ -390,11 +390,3 @@ def _drawn_id(group: Group, uid: int) -> int | None:
         group.generator.catch_up()
     token = drawn_token(group.generator, uid)
     return int(token.item()) if token is not None else None  # type: ignore[arg-type]
-
-
-def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:
-    return guarded(row, sampler, lambda logprobs: mx.argmax(logprobs, axis=-1))
-
-
-def _guarded_processor(row: Row, processor: LogitsProcessor) -> LogitsProcessor:
-    return guarded(row, processor, lambda _tokens, logits: logits)

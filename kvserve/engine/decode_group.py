@@ -13,7 +13,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from kvserve.engine.batch_costs import BatchCosts
+from kvserve.engine.borders import guarded
 from kvserve.engine.drafted import DraftedGenerator
+from kvserve.engine.drafted_batch import DraftedBatch
 from kvserve.engine.kv_buffers import flat_caches, num_slots
 from kvserve.engine.quantised import PackedCache
 from kvserve.engine.rows import Row, admitted_tokens
@@ -29,6 +32,11 @@ class Decoder:
     processors: Sequence[LogitsProcessor]
     is_private: bool
 
+    def guarded(self, row: Row) -> tuple[Sampler, list[LogitsProcessor]]:
+        """The same, where what the row's own ones raise is its own failure."""
+        sampler = guarded(row, self.sampler, _likeliest) if self.is_private else self.sampler
+        return sampler, [guarded(row, processor, _unchanged) for processor in self.processors]
+
     @classmethod
     def of(cls, row: Row, vocab_size: int) -> "Decoder":
         """What a row draws with that enters a batch, for the first time or again."""
@@ -40,6 +48,14 @@ class Decoder:
             processors.append(constraint)
         sampler = sampler_for(row.request.sampling, vocab_size, len(row.generated))
         return cls(sampler, processors, row.request.sampling.seed is not None)
+
+
+def _likeliest(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+def _unchanged(_tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +75,16 @@ class Group:
         """Whether its row's next tokens are guessed: it decodes by itself."""
         return isinstance(self.generator, DraftedGenerator)
 
+    @property
+    def is_drafted_together(self) -> bool:
+        """Whether the next tokens of rows beside one another are guessed."""
+        return isinstance(getattr(self.generator, "_generation_batch", None), DraftedBatch)
+
+    def draft_together(self, costs: BatchCosts, stop_at: int | None) -> None:
+        """Let that be from now on."""
+        if not self.is_drafted_together:
+            DraftedBatch.take_over(self.generator, self.rows, costs, stop_at)
+
     def drop(self, uid: int) -> Row:
         """Forget a row that has left the generator."""
         self.has_lost_rows = True
@@ -75,7 +101,8 @@ class Group:
             [row] = self.rows.values()
             admitted = admitted_tokens(row)
             return admitted if row.num_tokens <= admitted else num_slots(row.num_tokens)
-        return self.longest
+        used: int = self.generator._generation_batch.num_slots if self.is_drafted_together else 0
+        return max(self.longest, used)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from kvserve.engine.batch_costs import MAX_BATCH_TOKENS, BatchCosts
 from kvserve.engine.pass_costs import MAX_PASS_TOKENS, MEASURED_WIDTHS, UNPAID_WIDTHS, PassCosts, pays
 from kvserve.engine.retreat import Way
 from kvserve.engine.width_noise import WIDTHS, WidthNoise
@@ -30,12 +31,14 @@ DEFAULT_DRAFTS = DraftSettings()
 @dataclass(frozen=True, slots=True)
 class DraftsSeen:
     """What passes of one start have shown: that rows come back in these `ways`, a leaf each, how far wide passes are
-    from single steps, and how many plain steps they take by their width (`ratios`).
+    from single steps, and how many plain steps they take by their width (`ratios`). These have the widest pass of rows
+    beside one another (`MAX_BATCH_TOKENS`) where such rows came back, each from its own number of wrong tokens.
 
     Where the ratios say that no draft pays, nothing is drafted: no ways were tried, and no noise was looked at (empty).
 
-    None of it leads to a word, should it be wrong: ways are read off the classes at every start and count as tried only
-    where they are these, the rest says how fast an answer comes; who wants passes exact looks again (0079).
+    None of it leads to a word, should it be wrong: ways, and whether rows can be cut one by one, are read off the
+    classes at every start and count as tried only where they are these, the rest says how fast an answer comes; who
+    wants passes exact looks again (0079).
     """
 
     ways: tuple[Way, ...]
@@ -59,7 +62,8 @@ class DraftsSeen:
         )
         ratios = {int(width): float(ratio) for width, ratio in row["ratios"]}
         widths = (WIDTHS, MEASURED_WIDTHS) if pays(ratios) else ((), UNPAID_WIDTHS)
-        if (tuple(noise.width for noise in noises), tuple(ratios)) != widths:
+        narrow = tuple(width for width in ratios if width != MAX_BATCH_TOKENS or not noises)
+        if (tuple(noise.width for noise in noises), narrow) != widths:
             raise ValueError("passes of other widths")
         if not all(1 <= ratio < math.inf for ratio in ratios.values()):
             raise ValueError("a pass that costs less than nothing")
@@ -69,8 +73,9 @@ class DraftsSeen:
 @dataclass(frozen=True, slots=True)
 class DraftSupport:
     """`ways`: how each leaf comes back from a pass, None where rows decode plainly (`why_not`). `row_bytes`: what a row
-    holds besides its KV while a draft is tried. `costs` are this model's on this machine, `notes` tell a person. `seen`
-    is to be remembered, None where there is nothing, or something went wrong."""
+    holds besides its KV while a draft is tried. `costs` are this model's on this machine, `together` those of rows
+    beside one another, None where these decode plainly (`why_not_together`). `notes` tell a person. `seen` is to be
+    remembered, None where there is nothing, or something went wrong."""
 
     ways: tuple[Way, ...] | None
     why_not: str
@@ -78,3 +83,5 @@ class DraftSupport:
     costs: PassCosts
     notes: tuple[str, ...] = ()
     seen: DraftsSeen | None = None
+    together: BatchCosts | None = None
+    why_not_together: str = ""

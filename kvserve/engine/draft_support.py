@@ -2,25 +2,30 @@
 goes on, and must be the row that never met them. It knows what must be true of caches of any class, no model's name.
 
 First passes are measured: where no draft pays nothing else is done. The trial takes at most twenty passes of a few
-tokens, of more where a class that is unknown names a length, and twice as many where KV is quantised; then wide passes
-are compared with single steps. An earlier start's findings stand for all of these passes (`DraftsSeen`, 0079).
+tokens, of more where a class that is unknown names a length, and twice as many where KV is quantised; as many show that
+rows beside one another come back one by one; then wide passes are compared with single steps. An earlier start's
+findings stand for all of these passes (`DraftsSeen`, 0079).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import RotatingKVCache
 
+from kvserve.engine.batch_costs import MAX_BATCH_TOKENS, BatchCosts
 from kvserve.engine.borders import described, finding
 from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings, DraftsSeen, DraftSupport
-from kvserve.engine.kv_buffers import flat_caches, held_arrays, with_arrays
+from kvserve.engine.kv_buffers import RowKv, entering, flat_caches, held_arrays, with_arrays
 from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, is_known, lengths_named
 from kvserve.engine.logits_error import logits_error
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.pass_costs import MAX_PASS_TOKENS, PassCosts, pays
+from kvserve.engine.quantised import PackedCache
 from kvserve.engine.retreat import Retreat, Way, known_way
 from kvserve.engine.self_check import MAX_ERROR, CachesDiffer
 from kvserve.engine.width_noise import (
@@ -69,22 +74,28 @@ def _found(
         return _unpaid(ways, ratios, costs, is_on=settings.is_on, is_known=seen is not None)
     if seen is None:
         _prove_all(model, ways, num_extra)
-    else:
+    why_not = _why_not_together(model, settings, is_known=MAX_BATCH_TOKENS in ratios)
+    if not why_not and MAX_BATCH_TOKENS not in ratios:
+        ratios = costs.measure_wider(model.module, model.new_caches, MAX_BATCH_TOKENS, ratios)
+    if seen is not None:
         costs.guess(ratios)
-    row_bytes = _row_bytes(model, ways)
+    found = DraftSupport(ways, "", _row_bytes(model, ways), costs)
+    found = replace(found, together=None if why_not else BatchCosts(costs), why_not_together=why_not)
     if not settings.is_on:
-        return DraftSupport(ways, "", row_bytes, costs)
+        return found
     noises = seen.noises if seen is not None else None
     if noises is None or (settings.is_exact and not _is_still_so(model, noises)):
         max_seconds = math.inf if settings.is_exact else noise_seconds
         noises = find_width_noise(model.module, model.new_caches, NUM_TOKENS, max_seconds)
     if settings.is_exact:
         costs.max_width = min(costs.max_width, agreeing_width(noises))
-    notes = (told(noises, is_exact=settings.is_exact),) if is_noisy(noises) else ()
+    notes = [told(noises, is_exact=settings.is_exact)] if is_noisy(noises) else []
     seen = DraftsSeen(ways, noises, ratios)
     if costs.max_width == 1:
         return DraftSupport(None, NO_WIDTH, 0, costs, (*notes, f"Nothing is drafted: {NO_WIDTH}."), seen)
-    return DraftSupport(ways, "", row_bytes, costs, notes, seen)
+    if why_not and model.cache_support.can_batch:
+        notes.append(f"Nothing is drafted for rows that share passes: {why_not}.")
+    return replace(found, notes=tuple(notes), seen=seen)
 
 
 def _unpaid(
@@ -154,8 +165,8 @@ def _prove(
 ) -> None:
     """A row that took wrong tokens in two passes, the second of which had to bring the first one's right tokens along
     where states went back, beside one that was never shown any. Raises CachesDiffer."""
-    tokens = [1 + (37 * place + place * place) % 89 for place in range(PROMPT_TOKENS + num_extra + 3 * NUM_RIGHT)]
-    start, wrong = PROMPT_TOKENS + num_extra, [90 - token for token in tokens[:NUM_WRONG]]
+    tokens, start = _tokens(PROMPT_TOKENS + num_extra), PROMPT_TOKENS + num_extra
+    wrong = [90 - token for token in tokens[:NUM_WRONG]]
     plain, caches = new_caches(), new_caches()
     _passed(module, plain, tokens[:start])
     _passed(module, caches, tokens[:start])
@@ -178,6 +189,69 @@ def _prove(
     error = max(logits_error(*pair) for pair in zip(found, expected, strict=True))
     if not error <= MAX_ERROR:  # also for one that is not a number
         raise CachesDiffer(f"a row that comes back from wrong tokens has logits that are off by {error:.0%}")
+
+
+def _why_not_together(model: LoadedModel, settings: DraftSettings, *, is_known: bool) -> str:
+    """Why rows that share passes decode plainly; empty where they need not. `is_known`: an earlier start has tried
+    them."""
+    if not model.cache_support.can_batch:
+        return "rows share no passes"
+    if settings.is_exact:
+        return "how far the logits of their wider passes are from those of single steps is not measured"
+    quantiser = model.quantiser
+    forms = [model.new_caches] if quantiser is None else [lambda: quantiser.convert(model.new_caches())]
+    if quantiser is not None and quantiser.start:
+        forms.append(model.new_caches)
+    leaves = [leaf for new_caches in forms for leaf in flat_caches(entering(new_caches()))]
+    whole = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, RowKv | PackedCache)}
+    if whole:
+        return f"{' and '.join(sorted(whole))} cannot be cut row by row"
+    for new_caches in () if is_known else forms:
+        found = finding(partial(_prove_together, model.module, new_caches))
+        if isinstance(found, Exception):
+            return str(found) if isinstance(found, CachesDiffer) else described(found)
+    return ""
+
+
+def _prove_together(module: Callable[..., Any], new_caches: Callable[[], list[Any]]) -> None:
+    """Two rows of a batch that take wrong tokens in two passes, another number of them each time, and then a plain
+    step, beside the same rows alone that were never shown any. Raises CachesDiffer."""
+    rows = [_tokens(PROMPT_TOKENS), _tokens(PROMPT_TOKENS + NUM_WRONG)[NUM_RIGHT:]]
+    starts = [len(tokens) - 3 * NUM_RIGHT for tokens in rows]
+    expected, entered = list[list[mx.array]](), list[list[Any]]()
+    for tokens, start in zip(rows, starts, strict=True):
+        alone, caches = new_caches(), new_caches()
+        _passed(module, alone, tokens[:start])
+        _passed(module, caches, tokens[:start])
+        expected.append([_passed(module, alone, [token])[-1] for token in tokens[start:]])
+        entered.append(entering(caches))
+    batch = [layer[0].merge(list(layer)) for layer in zip(*entered, strict=True)]
+    places, found = list(starts), [list[mx.array](), list[mx.array]()]
+    for kept in ((1, 2 * NUM_RIGHT), (NUM_RIGHT, 1), (1, 1)):
+        width = max(kept)
+        passed = [
+            [*tokens[place : place + count], *(90 - token for token in tokens[: width - count])]
+            for tokens, place, count in zip(rows, places, kept, strict=True)
+        ]
+        logits = module(mx.array(passed), cache=batch)
+        mx.eval(logits, held_arrays(batch))
+        for row, count in enumerate(kept):
+            own = logits[row, :count]
+            found[row] += list(own - mx.logsumexp(own, axis=-1, keepdims=True))
+        for leaf in flat_caches(batch):
+            leaf.cut([width - count for count in kept])
+        places = [place + count for place, count in zip(places, kept, strict=True)]
+    pairs = [pair for each in zip(found, expected, strict=True) for pair in zip(*each, strict=False)]
+    error = max(logits_error(*pair) for pair in pairs)
+    if not error <= MAX_ERROR:  # also for one that is not a number
+        raise CachesDiffer(
+            f"a row that comes back from wrong tokens beside others has logits that are off by {error:.0%}"
+        )
+
+
+def _tokens(num_tokens: int) -> list[int]:
+    """So many, and those that follow them."""
+    return [1 + (37 * place + place * place) % 89 for place in range(num_tokens + 3 * NUM_RIGHT)]
 
 
 def _check_held(retreat: Retreat, before: Sequence[Any]) -> None:

@@ -30,6 +30,7 @@ from kvserve.engine.retreat import Retreat, Way
 from kvserve.engine.row_drafts import RowDrafts
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import CLEAR_EVERY_TOKENS, Response
+from kvserve.engine.verified import draw, drawn_in_order, right_of
 
 
 @dataclass(slots=True, eq=False)
@@ -74,11 +75,7 @@ class DraftedRow:
 
     def draw(self, taken: mx.array, logits: mx.array) -> mx.array:
         """What follows `taken` (1,), by these logits (1, vocabulary): a token (1,), not computed."""
-        if self.processors:
-            context = self.context.update_and_fetch(taken)
-            for processor in self.processors:
-                logits = processor(context, logits)
-        return self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        return draw(taken, logits, self.context, self.processors, self.sampler)
 
 
 class DraftedGenerator:
@@ -201,22 +198,13 @@ class DraftedGenerator:
     def _drawn(self, row: DraftedRow, logits: mx.array, draft: Sequence[int], started: float, width: int) -> list[int]:
         """What is drawn by logits (tokens, vocabulary) at each place, for as long as that was drafted, and the token
         that is drawn instead, or behind all of it."""
-        is_alone = row.is_private or bool(row.processors)
-        mx.eval(found := logits if is_alone else row.draw(row.pending, logits))
-        seconds = perf_counter() - started
-        self._costs.note(width, len(row.tokens), seconds)
-        if not is_alone:
-            all_drawn: list[int] = found.tolist()  # type: ignore[assignment]
-            num_right = next((i for i, token in enumerate(draft) if token != all_drawn[i]), len(draft))
-            drawn = all_drawn[: num_right + 1]
+        if row.is_private or row.processors:
+            mx.eval(logits)
+            drawn = drawn_in_order(row.draw, row.pending, draft, logits, row.has_failed)
         else:
-            drawn, taken = [], row.pending
-            for place in range(len(draft) + 1):
-                token = int(row.draw(taken, logits[place : place + 1]).item())  # type: ignore[arg-type]
-                drawn.append(token)
-                if place == len(draft) or token != draft[place] or row.has_failed():
-                    break
-                taken = mx.array([token], dtype=mx.uint32)
+            drawn = right_of(row.draw(row.pending, logits).tolist(), draft)  # type: ignore[arg-type]
+        seconds = perf_counter() - started  # with its draws, as a plain step has its own
+        self._costs.note(width, len(row.tokens), seconds)
         plain_seconds = self._costs.seconds(1, len(row.tokens)) or 0.0
         row.drafts.seconds_saved += len(drawn) * plain_seconds - seconds
         return drawn

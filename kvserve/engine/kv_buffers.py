@@ -106,13 +106,18 @@ def gathered(array: mx.array, keep: mx.array, start: int, end: int) -> mx.array:
     return mx.take(array[..., start : num_slots(end + 1), :], keep, axis=0)
 
 
-def stacked(parts: Sequence[tuple[mx.array | None, int]], num_rows: Sequence[int], longest: int) -> mx.array:
+def num_slots_ahead(num_tokens: int) -> int:
+    """How many slots a buffer gets that holds so many tokens and is to have room for a step of growth: no more than is
+    held ahead for each row."""
+    return num_tokens + STEP_TOKENS + num_tokens // GROWTH_SHARE // STEP_TOKENS * STEP_TOKENS
+
+
+def stacked(parts: Sequence[tuple[mx.array | None, int]], num_rows: Sequence[int], longest: int, size: int) -> mx.array:
     """Arrays of (rows, heads, slots, width), of which the first so many slots are used, below one another and
-    right-aligned at `longest`, each copied once. Behind it is room for a few tokens: when rows come and go, all of them
-    are copied again."""
+    right-aligned at `longest`, each copied once, with `size` slots."""
     form = next(array for array, _ in parts if array is not None)
     _, heads, _, width = form.shape
-    joined = mx.zeros((sum(num_rows), heads, num_slots(longest + 1), width), form.dtype)
+    joined = mx.zeros((sum(num_rows), heads, size, width), form.dtype)
     first = 0
     for (array, num_used), count in zip(parts, num_rows, strict=True):
         if array is not None and num_used:
@@ -121,12 +126,14 @@ def stacked(parts: Sequence[tuple[mx.array | None, int]], num_rows: Sequence[int
     return joined
 
 
-def _stacked_rows(parts: Sequence[tuple[KvArrays, int, int]]) -> KvArrays:
-    """The same for all arrays of parts (arrays, how many rows, how many slots of them are used)."""
+def _stacked_rows(parts: Sequence[tuple[KvArrays, int, int]], size: int | None = None) -> KvArrays:
+    """The same for all arrays of parts (arrays, how many rows, how many slots of them are used); by default with room
+    for a few tokens: where rows come and go, all of them are copied again then."""
     longest, num_rows = max(num_used for _, _, num_used in parts), [count for _, count, _ in parts]
     num_arrays = max(len(rows) for rows, _, _ in parts)
+    size = num_slots(longest + 1) if size is None else size
     return tuple(
-        stacked([(rows[index] if rows else None, num_used) for rows, _, num_used in parts], num_rows, longest)
+        stacked([(rows[index] if rows else None, num_used) for rows, _, num_used in parts], num_rows, longest, size)
         for index in range(num_arrays)
     )
 
@@ -140,11 +147,16 @@ def settle(*arrays: mx.array) -> None:
 class RightAligned:
     """Rows that decode together: arrays of (rows, heads, slots, width), in which every row ends at slot `_idx` and room
     follows. `offset` (rows,) is the number of tokens of each row, `left_padding` (rows,) what is missing to the longest
-    one."""
+    one.
+
+    A row whose newest tokens were dropped ends before the others: `gaps` says by how many slots, and is empty where all
+    end at `_idx`. What is in the gap is never read, and the row's next tokens are written over it.
+    """
 
     rows: KvArrays
     offset: mx.array
     left_padding: mx.array
+    gaps: tuple[int, ...] = ()
     _idx: int
 
     def take_in(self, caches: Sequence[Any]) -> Self:
@@ -159,12 +171,56 @@ class RightAligned:
             self.rows = _stacked_rows([(cache.rows, 1, cache.offset) for cache in caches])
         return self
 
+    def add(self, new: KvArrays) -> None:
+        """Add tokens, arrays of (rows, heads, tokens, width), to each row's end: in place where there is room."""
+        num_new = new[0].shape[2]
+        end = self._idx + num_new
+        self.rows = self.rows or tuple(array[..., :0, :] for array in new)
+        self._grow(end)
+        for array, added in zip(self.rows, new, strict=True):
+            if not self.gaps:
+                array[..., self._idx : end, :] = added
+            for row, gap in enumerate(self.gaps):
+                array[row : row + 1, :, self._idx - gap : end - gap, :] = added[row : row + 1]
+        self.offset = self.offset + num_new
+        self._idx = end
+
+    def cut(self, num_dropped: Sequence[int]) -> None:
+        """Drop each row's newest tokens, so many of each. Nothing moves."""
+        gaps = [gap + num for gap, num in zip(self.gaps or (0,) * self.num_rows, num_dropped, strict=True)]
+        num_less = min(gaps)
+        self.gaps = tuple(gap - num_less for gap in gaps) if max(gaps) > num_less else ()
+        self.offset = self.offset - mx.array(list(num_dropped))
+        self._idx -= num_less
+
+    def align(self) -> None:
+        """Let all rows end at one slot again: each is copied once. Nothing where they do. A row that is shorter than
+        the longest may grow faster, so the room behind it is for as many tokens as a step of growth has: with less,
+        rows would be copied again after each few tokens before a buffer's end."""
+        if self.gaps:
+            parts = self._parts(range(self.num_rows))
+            self._stack(parts, num_slots_ahead(max(num_used for _, _, num_used in parts)))
+            settle(*self.rows)
+
+    def uneven_mask(self, num_tokens: int, window_size: int | None = None) -> mx.array:
+        """Which slots each of so many new tokens sees, (rows, 1, tokens, slots), where rows end at unequal ones: those
+        of its row up to its own."""
+        starts, ends = (each[:, None, None, None] for each in (self.left_padding, self.left_padding + self.offset))
+        slots, places = mx.arange(self._idx + num_tokens), ends + mx.arange(num_tokens)[:, None]
+        mask = (slots >= starts) & (slots <= places)
+        return mask if window_size is None else mask & (places < slots + window_size)
+
     def filter(self, batch_indices: Any) -> None:
         """Keep these rows, and no slot that only padding needs. Where all stay nothing moves."""
         keep = [int(index) for index in batch_indices]
         chosen = mx.array(keep)
         num_spare = int(mx.min(self.left_padding[chosen]).item())  # type: ignore[arg-type]
-        if num_spare == 0 and keep == list(range(self.num_rows)):
+        is_whole = keep == list(range(self.num_rows))
+        if is_whole and (num_spare == 0 or self.gaps):
+            return
+        if self.gaps:
+            self.offset = self.offset[chosen]
+            self._stack(self._parts(keep))
             return
         self.rows = tuple(gathered(array, chosen, num_spare, self._idx) for array in self.rows)
         self.left_padding = self.left_padding[chosen] - num_spare
@@ -173,19 +229,18 @@ class RightAligned:
 
     def extend(self, other: Self) -> None:
         """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
-        batches, longest = (self, other), max(self._idx, other._idx)
-        self.rows = _stacked_rows([(each.rows, each.num_rows, each._idx) for each in batches])
+        parts = [part for each in (self, other) for part in each._parts(range(each.num_rows))]
+        self.offset = mx.concatenate([self.offset, other.offset])
+        self._stack(parts)
         other.rows = ()
         settle(*self.rows)
-        self.left_padding = mx.concatenate([each.left_padding + (longest - each._idx) for each in batches])
-        self.offset = mx.concatenate([each.offset for each in batches])
-        self._idx = longest
 
     def row(self, index: int) -> tuple[KvArrays, int]:
         """One row and its length, not copied: a view without room, which shows what the row holds now whatever is
         written later."""
         start = int(self.left_padding[index].item())  # type: ignore[arg-type]
-        return tuple(array[index : index + 1, :, start : self._idx] for array in self.rows), self._idx - start
+        end = self._idx - (self.gaps[index] if self.gaps else 0)
+        return tuple(array[index : index + 1, :, start:end] for array in self.rows), end - start
 
     def take_out(self) -> Any:
         """The only row as a cache of its own: see `only_row`."""
@@ -204,6 +259,11 @@ class RightAligned:
         return self.left_padding.size
 
     @property
+    def num_slots(self) -> int:
+        """How many slots the buffers have."""
+        return self.rows[0].shape[2] if self.rows else 0
+
+    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.rows)
 
@@ -212,6 +272,24 @@ class RightAligned:
 
     def empty(self) -> bool:
         return not self.rows
+
+    def _grow(self, end: int) -> None:
+        """Let the buffers reach to this slot at least."""
+        if end > self.num_slots:
+            self.rows = tuple(with_room(array, self._idx, num_slots(end)) for array in self.rows)
+            settle(*self.rows)
+
+    def _parts(self, keep: Sequence[int]) -> list[tuple[KvArrays, int, int]]:
+        """What is stacked of these rows, all in order: as they are where they end together, else each by itself."""
+        if not self.gaps:
+            return [(self.rows, self.num_rows, self._idx)]
+        return [(rows, 1, length) for rows, length in map(self.row, keep)]
+
+    def _stack(self, parts: Sequence[tuple[KvArrays, int, int]], size: int | None = None) -> None:
+        """Hold the rows of these parts, whose lengths `offset` has, all of which end at one slot: see `stacked`."""
+        self.rows = _stacked_rows(parts, size)
+        self._idx = max(num_used for _, _, num_used in parts)
+        self.left_padding, self.gaps = self._idx - self.offset, ()
 
 
 class _Plain:
@@ -252,12 +330,19 @@ class BatchKv(_Plain, RightAligned, BatchKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add tokens (rows, heads, tokens, width); all slots so far, padding included."""
-        end = self._idx + keys.shape[2]
-        if self.keys is not None and end > self.keys.shape[2]:
-            self.rows = tuple(with_room(array, self._idx, num_slots(end)) for array in self.rows)
-            settle(*self.rows)
+        if self.gaps:
+            self.add((keys, values))
+            held: tuple[mx.array, mx.array] = self.keys_and_values()  # type: ignore[no-untyped-call]
+            return held
+        self._grow(self._idx + keys.shape[2])
         fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
         return fetched
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        """mlx-lm's, where rows end at one slot; see `uneven_mask`."""
+        if not self.gaps:
+            return super().make_mask(*args, **kwargs)
+        return self.uneven_mask(args[0], kwargs.get("window_size"))
 
     def extract(self, idx: int) -> KVCache:
         """One row as a cache of its own: see `row`."""

@@ -69,15 +69,17 @@ class GrammarProcessor:
         matcher, found, num_read = self._matcher, list[int](), 0
         if self._after or matcher.is_stopped():
             return found
-        num_read = matcher.try_consume_tokens(list(begun))
-        likely = matcher.compute_ff_tokens() if num_read == len(begun) else []
-        for token in likely[:max_num_tokens]:
-            llguidance.numpy.fill_next_token_bitmask(matcher, self._bitmask)
-            if int(np.bitwise_count(self._bitmask.view(np.uint32)).sum()) != 1:
-                break
-            num_read += matcher.try_consume_tokens([token])
-            found.append(token)
-        matcher.rollback(num_read)
+        try:
+            num_read = matcher.try_consume_tokens(list(begun))
+            likely = matcher.compute_ff_tokens() if num_read == len(begun) else []
+            for token in likely[:max_num_tokens]:
+                llguidance.numpy.fill_next_token_bitmask(matcher, self._bitmask)
+                if int(np.bitwise_count(self._bitmask.view(np.uint32)).sum()) != 1:
+                    break
+                num_read += matcher.try_consume_tokens([token])
+                found.append(token)
+        finally:  # the row's own tokens come next, whatever failed here
+            matcher.rollback(num_read)
         return found
 
     def _check_matcher(self) -> None:

@@ -286,18 +286,18 @@ class ComposedDrafter:
     likely. `model` comes with the row, on the engine thread; heads of the target itself would be a third."""
 
     def __init__(self, free: Drafter) -> None:
-        self.free = free
+        self._free = free
         self.model: ModelDrafter | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
-        self.free.follow(tokens)
+        self._free.follow(tokens)
         if self.model is not None:
             self.model.follow(tokens)
 
     def propose(self, max_num_tokens: int) -> Draft | None:
         """See `Drafter`."""
-        draft, model = self.free.propose(max_num_tokens), self.model
+        draft, model = self._free.propose(max_num_tokens), self.model
         if model is None:
             return draft
         if draft is not None and draft.tokens and draft.chances[0] >= LIKELY:
@@ -308,9 +308,15 @@ class ComposedDrafter:
             model.pass_over()
         return best
 
+    def propose_free(self, max_num_tokens: int) -> Draft | None:
+        """See `CostlyDrafter`."""
+        if self.model is not None:
+            self.model.pass_over()
+        return self._free.propose(max_num_tokens)
+
     def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
         """See `Drafter`."""
-        judged = self.model if draft.source == "draft model" else self.free
+        judged = self.model if draft.source == "draft model" else self._free
         if judged is not None:
             judged.judge(draft, num_tried, num_accepted)
 

@@ -61,6 +61,17 @@ class PassCosts:
             self.note(width, NUM_MEASURED_TOKENS, seconds)
         return _ratios(dict(sorted(fastest.items())))
 
+    def measure_wider(
+        self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], width: int, ratios: Mapping[int, float]
+    ) -> dict[int, float]:
+        """Try passes of one width more, in turns with single ones; `ratios` with it. One more round than that which may
+        compile: such a pass is the dearest of all."""
+        fastest = _fastest(module, new_caches, (1, width), num_rounds=2)
+        for each, seconds in fastest.items():
+            self.note(each, NUM_MEASURED_TOKENS, seconds)
+        widest = _ratios(fastest)[width]
+        return {narrow: min(ratio, widest) for narrow, ratio in ratios.items()} | {width: widest}
+
     def guess(self, ratios: Mapping[int, float]) -> None:
         """Begin with how many plain steps passes took by width in another process; what is measured here replaces it,
         from the first plain step on. The first pass of each width counts for nothing: it may compile."""
@@ -85,8 +96,20 @@ class PassCosts:
         """Learn how long it takes to describe a pass, which a plain step does while the last one computes."""
         self._described.append(seconds)
 
+    @property
+    def described_seconds(self) -> float:
+        """How long it takes to describe a pass; 0 before one was."""
+        return median(self._described) if self._described else 0.0
+
+    def ratio(self, width: int) -> float | None:
+        """How many plain steps such a pass takes, of a row about as long as those at load; None where nothing is known.
+        It may be guessed."""
+        times = self._times(NUM_MEASURED_TOKENS.bit_length())
+        return _between(times, sorted(times), width) if times else None
+
     def seconds(self, width: int, num_tokens: int) -> float | None:
-        """What such a pass takes; None before anything was measured."""
+        """What such a pass takes; None before anything was measured. One that is wider than any is taken for the widest
+        one."""
         table = self._table(num_tokens)
         return table[min(width, len(table)) - 1] if table is not None else None
 
@@ -126,30 +149,37 @@ class PassCosts:
             reached *= each
             expected += reached
         saved_seconds = expected * table[0] - table[min(len(chances), len(table) - 1)]
-        lost_seconds = median(self._described) if self._described else 0.0
-        return chance * saved_seconds > (1 - chance) * lost_seconds
+        return chance * saved_seconds > (1 - chance) * self.described_seconds
 
     def _table(self, num_tokens: int) -> list[float] | None:
-        """Seconds of passes of 1, 2, ... tokens; on lines between those that were measured."""
+        """Seconds of passes of 1, 2, ... tokens, as many as a pass may have at least; on lines between those that were
+        measured."""
         place = num_tokens.bit_length()
         if place not in self._tables:
             self._tables[place] = self._tabled(place)
         return self._tables[place]
 
     def _tabled(self, place: int) -> list[float] | None:
-        """What was not tried at about this length costs as many times a plain step as at the next one where it was."""
-        plain = {length: near[1] for length, near in self._medians.items() if 1 in near}
-        if not plain:
+        if (seconds := self._plain_near(place)) is None:
             return None
+        times = self._times(place)
+        widths = sorted(times)
+        most = max(MAX_PASS_TOKENS, *widths)
+        return [_between(times, widths, width) * seconds for width in range(1, most + 1)]
 
-        def plain_near(length: int) -> float:
-            return plain[min(plain, key=lambda other: (abs(other - length), other))]
-
+    def _times(self, place: int) -> dict[int, float]:
+        """How many plain steps passes take by width. What was not tried at about this length costs as many as at the
+        next one where it was, and what was not tried at all as many as is guessed."""
         times = dict(self._guessed)
         for length in sorted(self._medians, key=lambda other: (abs(other - place), other), reverse=True):
-            times |= {width: found / plain_near(length) for width, found in self._medians[length].items()}
-        widths, seconds = sorted(times), plain_near(place)
-        return [_between(times, widths, width) * seconds for width in range(1, MAX_PASS_TOKENS + 1)]
+            if (plain := self._plain_near(length)) is not None:
+                times |= {width: found / plain for width, found in self._medians[length].items()}
+        return times
+
+    def _plain_near(self, place: int) -> float | None:
+        """Seconds of a plain step at the nearest length where one was measured."""
+        plain = {length: near[1] for length, near in self._medians.items() if 1 in near}
+        return plain[min(plain, key=lambda other: (abs(other - place), other))] if plain else None
 
 
 def pays(ratios: Mapping[int, float]) -> bool:

@@ -218,12 +218,12 @@ class BatchPackedCache(RightAligned):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens (rows, heads, tokens, width); what attention reads of all slots, padding included."""
-        self.rows = _written(self.rows, self.scheme.pack(keys, values), self._idx)
-        self.offset = self.offset + keys.shape[TOKEN_AXIS]
-        self._idx += keys.shape[TOKEN_AXIS]
+        self.add(self.scheme.pack(keys, values))
         return self.scheme.fetch(_cut(self.rows, self._idx), keys, values)
 
     def make_mask(self, num_tokens: int, return_array: bool = False, **kwargs: Any) -> Any:
+        if self.gaps:
+            return self.uneven_mask(num_tokens, kwargs.get("window_size"))
         return create_causal_mask(num_tokens, offset=self._idx, left_padding=self.left_padding, **kwargs)
 
     def extract(self, index: int) -> PackedCache:

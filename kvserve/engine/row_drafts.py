@@ -5,10 +5,10 @@ A draft begins behind the tokens that are known. The pending token, which the mo
 be the first of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import Draft, Drafted, Drafter, Drafting, DraftSource, GenerationRequest
+from kvserve.core import CostlyDrafter, Draft, Drafted, Drafter, Drafting, DraftSource, GenerationRequest
 from kvserve.engine.logits_processors import GrammarProcessor
 
 
@@ -24,7 +24,9 @@ class RowDrafts:
     totals: dict[DraftSource, Drafted] | None = None
     seconds_saved: float = 0.0
     is_given_up: bool = False
-    """Whether its generator broke while it had drafts: it goes on without, whoever was to blame."""
+    """Whether its drafter broke, or its generator while it had drafts, whoever was to blame: it goes on without."""
+    failure: str = ""
+    """What its drafter raised."""
 
     def follow(self, tokens: Sequence[int], pending: int | None = None) -> None:
         """Tell the drafter what is new of prompt and answer, and of the token behind them."""
@@ -32,16 +34,21 @@ class RowDrafts:
         num_tokens = len(tokens) + (pending is not None)
         if num_tokens > start:
             new = [*tokens[start:], *(() if pending is None else (pending,))]
-            self.drafter.follow(new)
+            self._asked(lambda: self.drafter.follow(new))
             self.num_followed = num_tokens - len(self.request.prompt)
 
-    def propose(self, pending: int | None, max_num_tokens: int) -> Draft | None:
+    def propose(self, pending: int | None, max_num_tokens: int, *, is_shared: bool = False) -> Draft | None:
         """What may follow the tokens that the drafter was told, the last of which is the `pending` one where that is
-        known. It ends with the first stop token, and before one that the grammar forbids."""
+        known. It ends with the first stop token, and before one that the grammar forbids. In a step that is shared
+        with other rows nothing is computed for it: they would wait. Raises what the grammar raises."""
+        if self.is_given_up:
+            return None
         begun = () if pending is None else (pending,)
         if self.grammar is not None and (forced := self.grammar.forced(begun, max_num_tokens)):
             return self._to_stop(Draft(tuple(forced), (1.0,) * len(forced), "grammar"))
-        draft = self.drafter.propose(max_num_tokens)
+        drafter = self.drafter
+        propose = drafter.propose_free if is_shared and isinstance(drafter, CostlyDrafter) else drafter.propose
+        draft = self._asked(lambda: propose(max_num_tokens))
         if draft is None or not draft.tokens:
             return None
         if self.grammar is not None:
@@ -50,8 +57,8 @@ class RowDrafts:
 
     def judge(self, draft: Draft, num_tried: int, num_accepted: int, *, num_given: int = 0) -> None:
         """Note what became of a draft. The first `num_given` of its tokens had been drawn before they were tried."""
-        if draft.source != "grammar":
-            self.drafter.judge(draft, num_tried, num_accepted)
+        if draft.source != "grammar" and not self.is_given_up:
+            self._asked(lambda: self.drafter.judge(draft, num_tried, num_accepted))
         if num_tried > num_given:
             totals = self.totals = self.totals if self.totals is not None else {}
             so_far = totals.get(draft.source, Drafted())
@@ -60,12 +67,20 @@ class RowDrafts:
 
     def drafting(self, num_generated_tokens: int) -> Drafting:
         """What drafts did for an answer of so many tokens."""
-        found = Drafting(dict(self.totals or {}), seconds_saved=self.seconds_saved)
+        found = Drafting(dict(self.totals or {}), seconds_saved=self.seconds_saved, failure=self.failure)
         return replace(found, num_steps=max(0, num_generated_tokens - found.num_accepted_tokens))
 
     def is_other_stop(self, token: int) -> bool:
         """Whether an answer ends with this token, and later prompts have another one behind it."""
         return token in self.request.stop_tokens and self.request.turn_end not in (None, token)
+
+    def _asked[T](self, question: Callable[[], T]) -> T | None:
+        """What the drafter says; where it breaks its row goes on without it, which is told at the answer's end."""
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001 - an answer is as right without drafts: they must not be its end
+            self.is_given_up, self.failure = True, f"{type(error).__name__}: {error}"
+            return None
 
     def _to_stop(self, draft: Draft) -> Draft | None:
         """Up to the first stop token: what the model draws behind it is no part of the answer. One that later prompts

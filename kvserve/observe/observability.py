@@ -115,6 +115,8 @@ class Observability:
         self._activity.end(facts)
         self._metrics.add(facts, explanation.cause if explanation is not None else None)
         self._drafts.add(facts)
+        if facts.drafting.failure:
+            self.drafts_failed(facts.drafting.failure)
         with finished.turn.keeping as may_keep:
             if may_keep:
                 self._keep(finished)
@@ -142,7 +144,7 @@ class Observability:
     def drafts_failed(self, reason: str) -> None:
         """What was done for an answer's drafts failed, and nobody else may notice: counted, and a line."""
         self._drafts.add_failure()
-        self._terminal.error(f"An answer is not drafted, or leaves nothing to draft from: {reason}")
+        self._terminal.error(f"An answer is not drafted any further, or leaves nothing to draft from: {reason}")
 
     def refused(self, turn: Turn, model_name: str, error: RequestError) -> None:
         """A request was not taken: it has its line too."""

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from kvserve.core import Draft, GenerationDone, GenerationRequest, TokenDelta, TokenLogprobs
+from kvserve.engine.batch_costs import BatchCosts, Hope
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder, ExtractedRow
 from kvserve.engine.draft_nouns import DraftSupport
@@ -83,9 +84,14 @@ def drafts_tried() -> Iterator[None]:
     def all_of(self: PassCosts, chances: Sequence[float], _tokens: int, num_again: int, *, goes_back: bool) -> int:
         return max(0, min(len(chances), self.max_width - 1 - num_again))
 
+    def all_of_any(self: BatchCosts, hopes: Sequence[Hope], _tokens: int) -> int:
+        return min(self.of(len(hopes)).max_width - 1, max(len(hope.chances) for hope in hopes))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PassCosts, "num_worth", all_of)
         patch.setattr(PassCosts, "is_worth_reading", lambda *_: True)
+        patch.setattr(BatchCosts, "num_worth", all_of_any)
+        patch.setattr(BatchCosts, "is_worth_reading", lambda *_: True)
         yield
 
 
@@ -102,6 +108,10 @@ def new_pool(model: LoadedModel) -> DecodePool:
     return pool
 
 
+class BrokenStep(Exception):
+    """A step failed, or sent rows back: a fault that was planted broke something, and no law noticed it."""
+
+
 def row_of(each: GenerationRequest, constraints: Sequence[GrammarProcessor | ThinkingLimiter] = ()) -> Row:
     logprobs = LogprobReader(each.num_top_logprobs) if each.num_top_logprobs is not None else None
     return Row(RequestHandle(each), lambda: None, tuple(constraints), logprobs=logprobs)
@@ -112,7 +122,8 @@ def entered(pool: DecodePool, model: LoadedModel, row: Row) -> None:
     caches, ids = model.new_caches(), row.tokens()[:-1]
     model.module(mx.array([ids]), cache=caches)
     mx.eval([cache.state for cache in caches])
-    assert not pool.make_way(row).failed
+    if pool.make_way(row).failed:
+        raise BrokenStep(row.failure or row.trouble)
     pool.enter(row, caches)
 
 
@@ -130,7 +141,8 @@ def run(pool: DecodePool, *rows: Row) -> list[Answered]:
     left: dict[Row, ExtractedRow] = {}
     while len(left) < len(rows):
         step = pool.step()
-        assert not step.failed and not step.evicted, [row.failure or row.trouble for row in pool.rows()]
+        if step.failed or step.evicted:
+            raise BrokenStep([row.failure or row.trouble for row in (*step.failed, *step.evicted)])
         left |= {each.row: each for each in step.finished}
     return [answered(row, left[row]) for row in rows]
 
@@ -139,21 +151,56 @@ def decoded(
     model: LoadedModel, each: GenerationRequest, constraints: Sequence[GrammarProcessor | ThinkingLimiter] = ()
 ) -> Answered:
     """A row by itself."""
-    pool, row, seen = new_pool(model), row_of(each, constraints), list[tuple[int, ...]]()
-    with drafts_tried(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "of", partial(_listening, seen, Decoder.of))
-        entered(pool, model, row)
-        [found] = run(pool, row)
+    return decoded_together(model, [each], [constraints])[0]
+
+
+def decoded_together(
+    model: LoadedModel,
+    requests: Sequence[GenerationRequest],
+    constraints: Sequence[Sequence[GrammarProcessor | ThinkingLimiter]] | None = None,
+) -> list[Answered]:
+    """Rows that enter one after the other before the first step."""
+    pool, seen = new_pool(model), dict[Row, list[tuple[int, ...]]]()
+    rows = [row_of(*pair) for pair in zip(requests, constraints or [()] * len(requests), strict=True)]
+    with drafts_tried(), listened(seen):
+        for row in rows:
+            entered(pool, model, row)
+        found = run(pool, *rows)
     pool.discard()
-    return replace(found, seen=tuple(seen[: len(found.tokens)]))
+    pairs = zip(found, (seen.get(row, []) for row in rows), strict=True)
+    return [replace(each, seen=tuple(own[: len(each.tokens)])) for each, own in pairs]
 
 
-def _listening(seen: list[tuple[int, ...]], real: Callable[..., Decoder], row: Row, vocab_size: int) -> Decoder:
+_said: dict[tuple[int, GenerationRequest], tuple[LoadedModel, Answered]] = {}
+
+
+def said_plainly(
+    model: LoadedModel, each: GenerationRequest, constraints: Sequence[GrammarProcessor | ThinkingLimiter] = ()
+) -> Answered:
+    """What a row without drafts says by itself; without constraints it is computed once."""
+    if constraints:
+        return decoded(model, each, constraints)
+    if (id(model), each) not in _said:
+        _said[id(model), each] = model, decoded(model, each)
+    return _said[id(model), each][1]
+
+
+@contextmanager
+def listened(seen: dict[Row, list[tuple[int, ...]]]) -> Iterator[None]:
+    """`seen` gets what the processors of each row are shown."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "of", partial(_listening, seen, Decoder.of))
+        yield
+
+
+def _listening(
+    seen: dict[Row, list[tuple[int, ...]]], real: Callable[..., Decoder], row: Row, vocab_size: int
+) -> Decoder:
     """A row's own way to draw; where it has processors another one notes what they are shown."""
-    decoder = real(row, vocab_size)
+    decoder, own = real(row, vocab_size), seen.setdefault(row, [])
 
     def listen(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append((len(tokens), *tokens[-3:].tolist()))  # type: ignore[arg-type, union-attr]
+        own.append((len(tokens), *tokens[-3:].tolist()))  # type: ignore[arg-type, union-attr]
         return logits
 
     return replace(decoder, processors=[*decoder.processors, listen]) if decoder.processors else decoder
@@ -177,12 +224,13 @@ def assert_same(found: Answered, plain: Answered) -> None:
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-def assert_kept(model: LoadedModel, left: ExtractedRow) -> None:
+def assert_kept(model: LoadedModel, left: ExtractedRow, *, may_have_moved: bool = False) -> None:
     """What a row leaves behind are its own tokens and no others, and a row that goes on from it is a cold one.
 
     One token more may be there, a stop token behind the answer that it ended: among the tokens, or only as a row of
     leaves that can be cut, where states were put back to before it. Fewer may be there of a row that is not over, whose
-    states went back: the last ones go through the model with its next pass.
+    states went back: the last ones go through the model with its next pass. `may_have_moved`: of a row that is handed
+    its last token on its way to another generator that one is not there.
     """
     said, num_tokens = left.row.tokens(), len(left.tokens)
     is_stopped = left.row.is_over and len(left.row.generated) < left.row.request.max_tokens
@@ -192,7 +240,8 @@ def assert_kept(model: LoadedModel, left: ExtractedRow) -> None:
     else:
         assert left.tokens == said[:num_tokens]
         goes_back = any(type(leaf) is ArraysCache for leaf in flat_caches(left.caches))
-        assert len(said) - num_tokens < (MAX_PASS_TOKENS if goes_back and not left.row.is_over else 1)
+        most_missing = MAX_PASS_TOKENS - 1 if goes_back and not left.row.is_over else 0
+        assert len(said) - num_tokens <= max(most_missing, may_have_moved and left.row.is_over)
     for leaf in flat_caches(left.caches):
         if type(leaf) is KVCache and is_stopped and leaf.offset == len(said) + 1 > num_tokens:
             leaf.trim(1)
@@ -216,6 +265,27 @@ def check_law(model: LoadedModel, each: GenerationRequest, accepted: Sequence[st
         found = decoded(model, with_drafts(each, longer, name))
         assert_same(found, plain)
         assert_kept(model, found.left)
+
+
+def check_together(
+    model: LoadedModel,
+    requests: Sequence[GenerationRequest],
+    accepted: Sequence[str | None],
+    constraints: Callable[[int], Sequence[GrammarProcessor | ThinkingLimiter]] = lambda _: (),
+) -> list[Answered]:
+    """Each row says beside the others what it says alone and plainly, and leaves what a cold row holds. `accepted`: how
+    much of each row's drafts is right, None for a row without. `constraints` makes those of a row."""
+    places = range(len(requests))
+    plain = [said_plainly(model, requests[place], constraints(place)) for place in places]
+    drafted = [
+        with_drafts(each, said, spoilt) if spoilt is not None else each
+        for each, said, spoilt in zip(requests, plain, accepted, strict=True)
+    ]
+    found = decoded_together(model, drafted, [constraints(place) for place in places])
+    for ours, theirs in zip(found, plain, strict=True):
+        assert_same(ours, theirs)
+        assert_kept(model, ours.left)
+    return found
 
 
 def ways_of_drawing() -> dict[str, GenerationRequest]:

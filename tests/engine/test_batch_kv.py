@@ -1,24 +1,30 @@
 """Rows that decode together in full precision: right whatever joins and leaves, and moved no more often than needed."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.weightless import Weightless
+from kvserve.engine import kv_buffers
+from kvserve.engine.batch_costs import BatchCosts
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.kv_buffers import BatchKv, RowKv, entering, num_slots
+from kvserve.engine.draft_nouns import DraftSupport
+from kvserve.engine.kv_buffers import BatchKv, RowKv, entering, flat_caches, num_slots
 from kvserve.engine.model import KvSize, LoadedModel
+from kvserve.engine.pass_costs import PassCosts
 from kvserve.engine.prefill import reserve
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import prompt_of, request
+from tests.engine.led_drafts import ACCEPTED, LedDrafter, drafts_tried, entered, row_of
 from tests.laws import num_examples
 
 HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 8, 4
@@ -60,6 +66,13 @@ class Rows:
             cache.update_and_fetch(keys, values)
         self.batch.update_and_fetch(*(mx.concatenate(list(each)) for each in zip(*new, strict=True)))
 
+    def cut(self, seed: int) -> None:
+        """Each row loses its newest tokens, another number of them each, as after drafts that were wrong."""
+        dropped = [min(cache.offset, (seed + 5 * index) % 4) for index, cache in enumerate(self.alone)]
+        for cache, num in zip(self.alone, dropped, strict=True):
+            cache.trim(num)
+        self.batch.cut(dropped)
+
     def check(self) -> None:
         assert self.batch.offset.tolist() == [cache.offset for cache in self.alone]
         assert min(self.batch.left_padding.tolist()) == 0
@@ -74,11 +87,11 @@ class Rows:
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=3)
 
 
-@given(LENGTHS, st.lists(st.one_of(LENGTHS, st.integers(0, 7)), max_size=6))
+@given(LENGTHS, st.lists(st.one_of(LENGTHS, st.integers(0, 11)), max_size=8))
 @settings(max_examples=num_examples(30), deadline=None)
 def test_a_batch_is_its_rows(lengths: list[int], actions: list[list[int] | int]) -> None:
-    """Rows join (a list of lengths), leave (an odd number names who) and decode (even) in any order: each is, bit for
-    bit, what mlx-lm's cache of it alone is."""
+    """Rows join (a list of lengths), leave (an odd number names who), decode, are cut and align (even numbers) in any
+    order: each is, bit for bit, what mlx-lm's cache of it alone is."""
     rows = Rows.of(lengths, 0)
     for number, action in enumerate(actions, start=1):
         if isinstance(action, list):
@@ -89,22 +102,37 @@ def test_a_batch_is_its_rows(lengths: list[int], actions: list[list[int] | int])
             keep = [index for index in range(len(rows.alone)) if index != action % len(rows.alone)]
             rows.batch.filter(keep)
             rows.alone = [rows.alone[index] for index in keep]
+        elif action % 6 == 2:
+            rows.cut(action + number)
+        elif action == 4:
+            rows.batch.align()
         else:
             rows.step(10_000 * number)
         rows.check()
 
 
-def test_a_row_attends_in_a_batch_as_alone() -> None:
-    """The attention of mlx-lm's models reads rows of three lengths in a batch as it reads each of them."""
+@pytest.mark.parametrize("window_size", [None, 20])
+@pytest.mark.parametrize(("num_new", "dropped"), [(1, None), (1, (0, 2, 1)), (3, (2, 0, 5))])
+def test_a_row_attends_in_a_batch_as_alone(
+    num_new: int, dropped: tuple[int, ...] | None, window_size: int | None
+) -> None:
+    """The attention of mlx-lm's models reads rows of three lengths in a batch as it reads each of them, also where they
+    were cut and have several tokens more."""
     rows = Rows.of([7, 300, 40], 0)
-    queries = mx.random.normal((3, 2 * HEADS, 1, KEY_WIDTH), key=mx.random.key(5))
-    new = [tokens_of(50 + index, 1) for index in range(3)]
-    mask = rows.batch.make_mask(1)
+    if dropped is not None:
+        rows.batch.cut(dropped)
+        for cache, num in zip(rows.alone, dropped, strict=True):
+            cache.trim(num)
+    queries = mx.random.normal((3, 2 * HEADS, num_new, KEY_WIDTH), key=mx.random.key(5))
+    new = [tokens_of(50 + index, num_new) for index in range(3)]
+    mask = rows.batch.make_mask(num_new, window_size=window_size)
     together = rows.batch.update_and_fetch(*(mx.concatenate(list(each)) for each in zip(*new, strict=True)))
     found = scaled_dot_product_attention(queries, *together, cache=rows.batch, scale=0.2, mask=mask)
     for index, cache in enumerate(rows.alone):
-        alone = cache.update_and_fetch(*new[index])
-        expected = scaled_dot_product_attention(queries[index : index + 1], *alone, cache=cache, scale=0.2, mask=None)
+        own = cache.make_mask(num_new, return_array=True, window_size=window_size)
+        own = create_causal_mask(1, cache.offset, window_size=window_size) if own is None else own
+        alone, queried = cache.update_and_fetch(*new[index]), queries[index : index + 1]
+        expected = scaled_dot_product_attention(queried, *alone, cache=cache, scale=0.2, mask=own)
         assert mx.allclose(found[index : index + 1], expected, atol=1e-5)
 
 
@@ -229,6 +257,61 @@ def test_a_row_that_joins_or_leaves_moves_each_row_once(decoding: Decoding, monk
     decoding.pool.step()
     assert not first.is_over
     assert peak_beyond(held) < 1.2
+
+
+def test_rows_that_are_cut_one_by_one_are_not_copied() -> None:
+    """They end at different slots from then on, and each is written where it ends."""
+    num_tokens, num_steps = 4000, 3
+    rows = [filled(seed, num_tokens - 9 * seed) for seed in range(3)]
+    batch = RowKv.merge([RowKv.of(row) for row in rows])
+    mx.eval(batch.rows)
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    for step in range(num_steps):
+        keys, values = tokens_of(step, 4)
+        fetched = batch.update_and_fetch(*(mx.concatenate([each] * 3) for each in (keys, values)))
+        mx.eval([each.sum() for each in fetched])
+        del fetched
+        batch.cut([step, 3 - step, 1])
+    mx.eval(batch.rows)
+    assert batch.gaps
+    assert mx.get_peak_memory() - held < batch.nbytes / 4
+
+
+def test_rows_that_grow_at_unequal_speed_are_copied_once_in_256_tokens(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row whose drafts are right beside a longer one whose drafts are not, and which is near the end of its room:
+    to begin at its end again would be a copy of the batch for each few tokens. What they hold is never more than the
+    account of memory knows of."""
+    model = replace(model, sizes=replace(model.sizes, slot_tokens=KVCache.step))
+    pool, num_answer_tokens, num_arrays = DecodePool(model, 8), 400, [0]
+    pool._draft_support = DraftSupport(("trim",) * NUM_LAYERS, "", 0, PassCosts(), together=BatchCosts(PassCosts()))
+    rows = []
+    with drafts_tried():
+        for num_tokens, spoilt in ((40, "all"), (240, "none")):
+            drafter = LedDrafter([0] * num_answer_tokens, ACCEPTED[spoilt])
+            rows.append(row_of(replace(request(prompt_of(num_tokens), num_answer_tokens), drafter=drafter)))
+            entered(pool, model, rows[-1])
+        for name in ("stacked", "with_room"):
+            monkeypatch.setattr(kv_buffers, name, _counted(getattr(kv_buffers, name), num_arrays))
+        while not rows[0].is_over:
+            pool.step()
+            [group] = [each for each in pool._groups if each.rows]
+            held = [leaf.nbytes for leaf in flat_caches(group.generator._generation_batch.prompt_cache)]
+            assert sum(held) <= pool.held_bytes()
+    assert len(rows[1].generated) < num_answer_tokens // 6, "drafts were tried"
+    num_copies = num_arrays[0] / (2 * NUM_LAYERS) - 2  # once where they joined, and once where one has left
+    assert 1 <= num_copies <= 1 + num_answer_tokens / 256
+    pool.discard()
+
+
+def _counted(real: Callable[..., mx.array], num_calls: list[int]) -> Callable[..., mx.array]:
+    def counting(*args: Any) -> mx.array:
+        num_calls[0] += 1
+        return real(*args)
+
+    return counting
 
 
 def test_a_row_that_outgrows_its_room_is_moved_layer_by_layer(

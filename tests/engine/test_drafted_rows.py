@@ -9,6 +9,7 @@ from typing import Any
 import llguidance
 import mlx.core as mx
 import pytest
+from llguidance.numpy import fill_next_token_bitmask
 from mlx_lm.models.cache import RotatingKVCache
 
 from kvserve.core import Draft, Drafted, GenerationDone, Grammar, ThinkingLimit
@@ -43,6 +44,7 @@ from tests.engine.led_drafts import (
     assert_kept,
     assert_same,
     decoded,
+    decoded_together,
     drafts_tried,
     entered,
     new_pool,
@@ -54,7 +56,7 @@ from tests.engine.moving_rows import put_backs_counted
 from tests.engine.odd_caches import HidesItsArrays, ShortMemory, Unmergeable, use_cache
 from tests.engine.test_drafted_law import loaded
 from tests.engine.test_kv_quantisation import QWEN3, engine_of, uniform
-from tests.laws import IS_FULL, THREE_KINDS, sampled
+from tests.laws import IS_FULL, THREE_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 
 # --- under a grammar --------------------------------------------------------------------------------------------------
@@ -80,6 +82,26 @@ def test_an_answer_under_a_grammar_is_the_one_without_drafts(accepted: str) -> N
     assert_same(found, plain)
     assert_kept(model, found.left)
     assert (found.end.drafting.by_source["conversation"].num_accepted > 0) == (accepted != "none")
+
+
+def test_a_grammar_that_is_asked_what_is_forced_stays_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the question breaks in the middle: the row's own tokens come next."""
+    grammar, real, num_asked = grammar_of('start: "yes, of course" | "yes, indeed"'), fill_next_token_bitmask, 0
+
+    def broken(*args: Any) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            raise RuntimeError("out of breath")
+        real(*args)
+
+    forced = grammar.forced((), 9)
+    assert len(forced) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr("llguidance.numpy.fill_next_token_bitmask", broken)
+        with pytest.raises(RuntimeError, match="out of breath"):
+            grammar.forced((), 9)
+    assert grammar.forced((), 9) == forced
 
 
 def test_what_a_grammar_forbids_is_left_out_of_a_draft() -> None:
@@ -254,14 +276,46 @@ def test_a_pass_that_breaks_hands_nothing_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 class RaisingDrafter(LedDrafter):
-    """Breaks its promise once the answer has begun."""
+    """Breaks its promise in one of its methods, once the answer has begun."""
+
+    where = "propose"
+
+    def _break(self, name: str) -> None:
+        if name == self.where and self.num_followed > 3:
+            raise ValueError(f"no {name} comes to mind")
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self._break("follow")
+        super().follow(tokens)
 
     def propose(self, max_num_tokens: int) -> Draft | None:
-        raise ValueError("nothing comes to mind")
+        self._break("propose")
+        return super().propose(max_num_tokens)
+
+    def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
+        self._break("judge")
+        super().judge(draft, num_tried, num_accepted)
 
 
-@pytest.mark.parametrize("is_drafter", [True, False], ids=["drafter", "pass"])
-def test_a_row_that_breaks_with_drafts_goes_on_without(monkeypatch: pytest.MonkeyPatch, *, is_drafter: bool) -> None:
+@pytest.mark.parametrize("where", ["follow", "propose", "judge"])
+@pytest.mark.parametrize("num_others", [0, 1])
+@sampled_cells(lambda where, num_others: (where, num_others) in (("propose", 1), ("judge", 0)))
+def test_a_drafter_that_breaks_costs_its_own_row_its_drafts(where: str, num_others: int) -> None:
+    """No row enters again, others are drafted as before, and the end of the answer says why it was not."""
+    model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
+    plain = decoded(model, each)
+    drafter = RaisingDrafter(plain.tokens)
+    drafter.where = where
+    others = [with_drafts(each, plain)] * num_others
+    found = decoded_together(model, [replace(each, drafter=drafter), *others])
+    for ours in found:
+        assert_same(ours, plain)
+    assert found[0].end.drafting.failure == f"ValueError: no {where} comes to mind"
+    for other in found[1:]:
+        assert other.end.drafting.failure == "" and other.end.drafting.num_accepted_tokens > NUM_TOKENS // 2
+
+
+def test_a_row_that_breaks_with_drafts_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is to blame would raise again, and the row would fail, whose answer needs no drafts."""
     model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
     plain = decoded(model, each)
@@ -271,10 +325,7 @@ def test_a_row_that_breaks_with_drafts_goes_on_without(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Retreat, "back", broken)
     with drafts_tried():
-        drafted = (
-            replace(each, drafter=RaisingDrafter(plain.tokens)) if is_drafter else with_drafts(each, plain, "half")
-        )
-        pool, row = new_pool(model), row_of(drafted)
+        pool, row = new_pool(model), row_of(with_drafts(each, plain, "half"))
         entered(pool, model, row)
         evicted: tuple[Any, ...] = ()
         while not evicted:
@@ -429,7 +480,7 @@ def test_how_far_wide_passes_are_from_single_steps_is_measured(monkeypatch: pyte
     for is_exact, width in ((False, 16), (True, 4)):
         support = find_draft_support(loaded("qwen3"), DraftSettings(is_on=True, is_exact=is_exact))
         assert support.costs.max_width == width
-        assert len(support.notes) == 1 and ("at most 4 tokens" in support.notes[0]) is is_exact
+        assert len(support.notes) == 1 + is_exact and ("at most 4 tokens" in support.notes[0]) is is_exact
     assert find_draft_support(loaded("qwen3"), DraftSettings(max_num_tokens=3)).costs.max_width == 4
 
 

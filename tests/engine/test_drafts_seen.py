@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from kvserve.engine import draft_support, engine_start
+from kvserve.engine.batch_costs import MAX_BATCH_TOKENS
 from kvserve.engine.draft_nouns import DraftSettings, DraftsSeen, DraftSupport
 from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.engine_settings import DiskSettings
@@ -44,14 +45,15 @@ def noises(num_agreeing: int, num_tokens: int = NUM_TOKENS) -> tuple[WidthNoise,
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5", "gemma3")))
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5", "qwen3")))
 def test_what_is_remembered_of_drafts_is_what_was_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind of caches, as a file has it; no pass goes through the model."""
     model, (first, seen) = loaded(family), found_of(family)
     assert seen == DraftsSeen.from_row(seen.row())
     monkeypatch.setattr(type(model.module), "__call__", lambda *_, **__: pytest.fail("it was tried"))
     again = find_draft_support(model, ON, seen)
-    assert again == replace(first, costs=again.costs)
+    assert again == replace(first, costs=again.costs, together=again.together)
+    assert (again.together is None) is (first.together is None) is (MAX_BATCH_TOKENS not in seen.ratios)
 
 
 @pytest.fixture
@@ -109,6 +111,27 @@ def test_an_engine_tries_drafts_at_its_first_start_with_them(tmp_path: Path, tri
     assert [tried for tried, _ in started] == [[], ALL, [], []]
     assert len({tokens for _, tokens in started}) == 1
     assert lines == []
+
+
+def test_rows_beside_one_another_are_tried_once_and_only_where_they_can_be_cut(
+    tries: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that could not try them leaves it to the next one, which measures their widest pass alone; that they came
+    back is believed of no caches that cannot be cut one by one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_support, "_prove_together", lambda *_: 1 / 0)
+        first = find_draft_support(loaded("qwen3"), ON)
+    assert first.together is None and "ZeroDivisionError" in first.why_not_together
+    assert first.seen is not None and MAX_BATCH_TOKENS not in first.seen.ratios
+    tries.clear()
+    second = find_draft_support(loaded("qwen3"), ON, first.seen)
+    assert tries == [] and second.together is not None and second.seen is not None
+    assert tuple(second.seen.ratios) == (*MEASURED_WIDTHS, MAX_BATCH_TOKENS)
+    assert DraftsSeen.from_row(second.seen.row()) == second.seen
+    _, whole = found_of("gemma3")
+    wrong = replace(whole, ratios={**whole.ratios, MAX_BATCH_TOKENS: 32.0})
+    found = find_draft_support(loaded("gemma3"), ON, wrong)
+    assert found.together is None and "cannot be cut row by row" in found.why_not_together
 
 
 def test_what_does_not_come_back_is_tried_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_drafter import ComposedDrafter
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.return_point import ReturnPoint
+from kvserve.engine.row_drafts import RowDrafts
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import prompt_of, request
 from tests.laws import num_examples, sampled
@@ -128,6 +129,17 @@ def test_what_costs_nothing_is_asked_first(
     composed.model = model
     assert composed.propose(8) is best
     assert model.heard == heard
+
+
+def test_beside_others_only_what_costs_nothing_is_asked() -> None:
+    """The draft model hears that a step is none of its own: what the batch takes says nothing of it."""
+    free, model = Given(LIKELY), Given(BY_MODEL)
+    composed, untyped = ComposedDrafter(free), model
+    drafts = RowDrafts(request(PROMPT, 8), composed)
+    assert drafts.propose(None, 8, is_shared=True) == LIKELY
+    composed.model = untyped  # type: ignore[assignment]
+    assert drafts.propose(None, 8, is_shared=True) == LIKELY
+    assert (free.heard, model.heard) == (["propose", "propose"], ["pass over"])
 
 
 def test_each_drafter_hears_of_its_own() -> None:
