@@ -151,16 +151,16 @@ def test_a_beginning_is_warm_at_the_start_for_its_tenant_only(tmp_path: Path) ->
 def test_a_session_id_is_no_secret(app: AppUnderTest) -> None:
     """The dashboard shows it. Whoever names it under another principal has nothing of it in the prompt; under its own,
     the control, it is the client."""
-    hidden = {"role": "user", "content": f"<system-reminder>\nThe PIN is 4711.\n</system-reminder>\n{SAID}"}
+    hidden = {"role": "user", "content": f"<system-reminder>\nThe PIN is opal4711.\n</system-reminder>\n{SAID}"}
     app.chat([hidden], headers=ONE.headers, session_id="sid-1", max_tokens=2)
-    assert "sid-1" in str(app.app.observability.dashboard()) and "4711" not in str(app.app.observability.dashboard())
+    assert "sid-1" in str(app.app.observability.dashboard()) and "opal4711" not in str(app.app.observability.dashboard())
     for read in (app.get("/v1/cache").body, app.get("/metrics").body):
         assert b"sid-1" not in read
     said = [{"role": "user", "content": SAID}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "?"}]
     for tenant, is_its_own in ((OTHER, False), (NOBODY, False), (Tenant("one", "anna"), False), (ONE, True)):
         with seen_prompts() as prompts:
             app.chat(said, headers=tenant.headers, session_id="sid-1", max_tokens=2, **tenant.fields)
-        assert ("4711" in app.served.tokenizer.decode(prompts[-1])) is is_its_own, tenant
+        assert ("opal4711" in app.served.tokenizer.decode(prompts[-1])) is is_its_own, tenant
 
 
 def test_an_agents_status_knows_where_its_conversation_is(app: AppUnderTest) -> None:

@@ -54,11 +54,13 @@ class BatchCosts:
         return self._best(hopes, num_tokens)[0]
 
     def is_worth_reading(self, hopes: Sequence[Hope], num_tokens: int) -> bool:
-        """Whether to wait for the pending tokens: where none is what drafts go on from, the next pass was not described
-        meanwhile, and nothing came of it."""
-        count, saved_seconds = self._best(hopes, num_tokens)
-        chance_of_none = prod(1 - hope.is_given for hope in hopes if hope.chances)
-        return count > 0 and saved_seconds > chance_of_none * self._single.described_seconds
+        """Whether to wait for the pending tokens: where one is not what its row's draft goes on from, no pass may be
+        fair to that row any more, and the next one was not described meanwhile. So it is worth at least what it is
+        where all of them are, less that where not."""
+        count, saved_seconds = self._best([Hope(hope.chances) for hope in hopes], num_tokens)
+        chance_of_all = prod(hope.is_given for hope in hopes if hope.chances)
+        lost_seconds = self._single.described_seconds
+        return count > 0 and chance_of_all * saved_seconds > (1 - chance_of_all) * lost_seconds
 
     def _guessed(self, num_rows: int) -> Iterator[tuple[int, float]]:
         """How many plain steps of so many rows their passes take, by width."""

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from kvserve.engine.borders import client_error, is_helped_by_room, is_out_of_memory
+from kvserve.engine.borders import client_error, described, is_helped_by_room, is_out_of_memory
 from kvserve.engine.decode_group import (
     Decoder,
     DecodeResult,
@@ -257,7 +257,8 @@ class DecodePool:
             group.has_lost_rows = False
 
     def step(self) -> DecodeResult:
-        """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
+        """A step of the generator whose turn it is: each of its rows gets a token, or several where drafts were
+        right."""
         moved = self._guess_for_lone_rows()
         running = [group for group in self._groups if group.rows]
         if not running:
@@ -265,7 +266,7 @@ class DecodePool:
         return DecodeResult.of([*moved, self._step_group(min(running, key=lambda group: group.used_seconds))])
 
     def step_all(self) -> DecodeResult:
-        """One token for every row: what running streams get between two prefill chunks."""
+        """A step of each generator: what running streams get between two prefill chunks."""
         moved = self._guess_for_lone_rows()
         return DecodeResult.of([*moved, *(self._step_group(group) for group in list(self._groups) if group.rows)])
 
@@ -315,38 +316,46 @@ class DecodePool:
             return self._break_up(group, error)
 
     def _break_up(self, group: Group, error: Exception) -> DecodeResult:
-        """Discard a generator that raised: rows enter again from their tokens, without drafts where these may be to
-        blame, as they are not where an allocation failed; a second failure is the row's own."""
+        """Discard a generator that raised: its rows enter again from their tokens, without drafts where these may be to
+        blame. A second failure is the row's own, but none is blamed for what drafts may have done to several rows, or
+        taken of the memory."""
         self._groups.remove(group)
         group.generator.close()
-        for row in group.rows.values():
-            if row.drafts is not None and not is_out_of_memory(error):
-                row.drafts.is_given_up |= group.is_drafted or group.is_drafted_together
-        return self._blamed(list(group.rows.values()), error)
+        rows = list(group.rows.values())
+        is_short = is_out_of_memory(error)
+        is_drafts = (group.is_drafted or group.is_drafted_together) and (not is_short or _had_room(rows, error))
+        if is_drafts:
+            for row in rows:
+                if row.drafts is not None:
+                    row.drafts.is_given_up = True
+        if is_drafts and not is_short and group.is_drafted_together:
+            why_not = f"a pass of several rows raised {described(error)}"
+            self._draft_support = replace(self.draft_support, together=None, why_not_together=why_not)
+        return self._sent_back(rows, error, is_excused=is_drafts and (is_short or group.is_drafted_together))
 
-    def _blamed(self, rows: list[Row], error: Exception) -> DecodeResult:
-        """What is left to do for rows that have lost their generator to an error."""
+    def _sent_back(self, rows: list[Row], error: Exception, *, is_excused: bool) -> DecodeResult:
+        """What is left to do for rows that have lost their generator to an error; `is_excused`: none is to blame."""
         error.with_traceback(None)  # its frames have the arrays of the batch
         is_short = is_out_of_memory(error)
         if is_short:
-            self._blame_for_memory(rows, error)
+            self._blame_for_memory(rows, error, is_excused=is_excused)
         again: list[Row] = []
         failed: list[Row] = []
         for row in rows:
             row.trouble = error
-            if not is_short:
+            if not is_short and not is_excused:
                 row.num_generator_failures += 1
                 row.failure = row.failure or (error if row.num_generator_failures > 1 else None)
             (failed if row.failure is not None else again).append(row)
         return DecodeResult(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
 
-    def _blame_for_memory(self, rows: list[Row], error: Exception) -> None:
+    def _blame_for_memory(self, rows: list[Row], error: Exception, *, is_excused: bool) -> None:
         """Note on these rows that an allocation failed while they computed. The first time none is to blame; after that
         the longest one, which takes most of the memory, so that the others can continue."""
-        has_been_tried = any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
+        is_last = _had_room(rows, error) and not is_excused
         for row in rows:
             row.num_memory_failures += 1
-        if has_been_tried:
+        if is_last:
             longest = max(rows, key=lambda row: row.num_tokens)
             longest.failure = longest.failure or client_error(error, self._model.sizes.peak(longest.num_tokens))
 
@@ -382,6 +391,11 @@ class DecodePool:
         if not self._model.cache_support.can_batch:
             return SoloGenerator(self._module)
         return batch_generator(self._module, completion_batch_size=self._max_batch_size)
+
+
+def _had_room(rows: Sequence[Row], error: Exception) -> bool:
+    """Whether an allocation failed though room was made before, or though room is no help."""
+    return any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
 
 
 def _drawn_id(group: Group, uid: int) -> int | None:

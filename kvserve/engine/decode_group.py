@@ -81,7 +81,7 @@ class Group:
         return isinstance(getattr(self.generator, "_generation_batch", None), DraftedBatch)
 
     def draft_together(self, costs: BatchCosts, stop_at: int | None) -> None:
-        """Let that be from now on."""
+        """Guess the next tokens of rows beside one another from now on, in passes up to `stop_at` tokens of a row."""
         if not self.is_drafted_together:
             DraftedBatch.take_over(self.generator, self.rows, costs, stop_at)
 

@@ -76,7 +76,8 @@ def _found(
         _prove_all(model, ways, num_extra)
     why_not = _why_not_together(model, settings, is_known=MAX_BATCH_TOKENS in ratios)
     if not why_not and MAX_BATCH_TOKENS not in ratios:
-        ratios = costs.measure_wider(model.module, model.new_caches, MAX_BATCH_TOKENS, ratios)
+        wider = finding(partial(costs.measure_wider, model.module, model.new_caches, MAX_BATCH_TOKENS, ratios))
+        why_not, ratios = (described(wider), ratios) if isinstance(wider, Exception) else ("", wider)
     if seen is not None:
         costs.guess(ratios)
     found = DraftSupport(ways, "", _row_bytes(model, ways), costs)

@@ -83,9 +83,10 @@ class DraftedBatch(GenerationBatch):
         """The rows' next tokens: several of a row where drafts were right."""
         if not self.uids:
             return []
+        num_room_tokens = self._make_room()  # also where none may draft any more: rows are to end at one slot again
         if not any(self._may_draft(uid) for uid in self.uids):
             return self._plain_step()
-        guesses, num_worth = self._worth_trying(self._make_room())
+        guesses, num_worth = self._worth_trying(num_room_tokens)
         return self._verify(guesses, num_worth) if num_worth else self._plain_step()
 
     # --- a step -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """How many drafted tokens rows beside one another try at a time: what brings most tokens a second over all of them,
 where no row waits too long for the others."""
 
+from itertools import product
+from math import prod
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +74,32 @@ def test_pending_tokens_are_read_where_drafts_are_likely_to_go_on_from_them() ->
     assert costs.is_worth_reading([Hope([1.0] * 3, 0.9), Hope()], 50)
     assert not costs.is_worth_reading([Hope([1.0] * 3, 0.05), Hope()], 50)
     assert not costs.is_worth_reading([Hope([], 0.9), Hope()], 50)
+
+
+@given(hopes=HOPES, seconds_a_token=st.floats(0, 0.1), described=st.floats(0, 0.9))
+@settings(max_examples=num_examples(100), deadline=None)
+def test_to_read_pending_tokens_is_expected_to_cost_nothing(
+    hopes: list[Hope], seconds_a_token: float, described: float
+) -> None:
+    """Over which of them are what drafts go on from: a pass is tried where it is worth it then, else the next plain one
+    is described after they were read."""
+    costs = costs_of(seconds_a_token)
+    costs._single.note_described(described)
+    if not costs.is_worth_reading(hopes, 50):
+        return
+    table, gained = costs.of(len(hopes)), 0.0
+    plain = table.seconds(1, 50) or 0.0
+    for right in product((True, False), repeat=len(hopes)):
+        chance = prod(
+            hope.is_given if is_right else 1 - hope.is_given for hope, is_right in zip(hopes, right, strict=True)
+        )
+        known = [Hope(hope.chances if is_right else ()) for hope, is_right in zip(hopes, right, strict=True)]
+        if count := costs.num_worth(known, 50) if any(hope.chances for hope in known) else 0:
+            tokens = sum(expected_tokens(hope, count) for hope in known)
+            gained += chance * (tokens * plain / len(hopes) - (table.seconds(1 + count, 50) or 0.0))
+        else:
+            gained -= chance * described
+    assert gained > -1e-6
 
 
 def test_what_passes_of_rows_take_replaces_what_they_were_taken_for() -> None:

@@ -339,6 +339,57 @@ def test_rows_that_memory_sends_back_are_drafted_again(monkeypatch: pytest.Monke
         assert ours.end.drafting.num_accepted_tokens > NUM_TOKENS // 3
 
 
+def test_who_has_no_drafts_is_not_to_blame_for_passes_that_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often, and whoever comes with drafts: after the first one rows beside one another decode plainly."""
+    model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
+    plain = said_plainly(model, each)
+
+    def broken(_: RightAligned, __: Sequence[int]) -> None:
+        raise RuntimeError("broken in a pass")
+
+    monkeypatch.setattr(RightAligned, "cut", broken)
+    with drafts_tried():
+        pool = new_pool(model)
+        alone, first, second = row_of(each), *(row_of(with_drafts(each, plain, "half")) for _ in range(2))
+        for row in (alone, first):
+            entered(pool, model, row)
+        while not (step := pool.step()).evicted:
+            assert not step.failed
+        assert pool.draft_support.together is None and "broken in a pass" in pool.draft_support.why_not_together
+        for row in (alone, first, second):
+            entered(pool, model, row)
+        found = run(pool, alone, first, second)
+    assert all(row.failure is None and row.num_generator_failures == 0 for row in (alone, first, second))
+    for ours in found:
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("words", ["[malloc] Unable to allocate 9 bytes.", "[malloc] maximum allowed buffer size"])
+def test_drafts_are_given_up_before_a_row_is_blamed_for_memory(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps take less: a row ends only if these have no memory either."""
+    model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
+    plain = said_plainly(model, each)
+
+    def short(_: RightAligned, __: Sequence[int]) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(RightAligned, "cut", short)
+    with drafts_tried():
+        pool = new_pool(model)
+        rows = [row_of(each), row_of(with_drafts(each, plain, "most"))]
+        for _ in range(2 if "Unable" in words else 1):
+            for row in rows:
+                entered(pool, model, row)
+            while not (step := pool.step()).evicted:
+                assert not step.failed
+            assert step.is_short_of_memory and set(step.evicted) == set(rows)
+        for row in rows:
+            entered(pool, model, row)
+        found = run(pool, *rows)
+    for ours in found:
+        assert_same(ours, plain)
+
+
 def test_no_pass_of_rows_goes_beyond_where_the_form_of_the_kv_changes() -> None:
     """Each row is where it is converted exactly then, whatever is drafted for it."""
     start = len(PROMPT) + 10
