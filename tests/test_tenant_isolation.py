@@ -153,7 +153,8 @@ def test_a_session_id_is_no_secret(app: AppUnderTest) -> None:
     the control, it is the client."""
     hidden = {"role": "user", "content": f"<system-reminder>\nThe PIN is opal4711.\n</system-reminder>\n{SAID}"}
     app.chat([hidden], headers=ONE.headers, session_id="sid-1", max_tokens=2)
-    assert "sid-1" in str(app.app.observability.dashboard()) and "opal4711" not in str(app.app.observability.dashboard())
+    shown = str(app.app.observability.dashboard())
+    assert "sid-1" in shown and "opal4711" not in shown
     for read in (app.get("/v1/cache").body, app.get("/metrics").body):
         assert b"sid-1" not in read
     said = [{"role": "user", "content": SAID}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "?"}]

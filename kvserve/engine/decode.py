@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from kvserve.engine.borders import client_error, described, is_helped_by_room, is_out_of_memory
+from kvserve.engine.borders import client_error, described, is_out_of_memory
 from kvserve.engine.decode_group import (
     Decoder,
     DecodeResult,
@@ -25,6 +25,7 @@ from kvserve.engine.decode_group import (
     Group,
     StatesBefore,
     drawn_token,
+    had_room,
     hand_out,
     is_recurrent,
     left_row,
@@ -321,17 +322,15 @@ class DecodePool:
         taken of the memory."""
         self._groups.remove(group)
         group.generator.close()
-        rows = list(group.rows.values())
-        is_short = is_out_of_memory(error)
-        is_drafts = (group.is_drafted or group.is_drafted_together) and (not is_short or _had_room(rows, error))
+        rows, is_short = list(group.rows.values()), is_out_of_memory(error)
+        is_drafts = (group.is_drafted or group.is_drafted_together) and (not is_short or had_room(rows, error))
         if is_drafts:
-            for row in rows:
-                if row.drafts is not None:
-                    row.drafts.is_given_up = True
-        if is_drafts and not is_short and group.is_drafted_together:
+            group.give_up_drafts()
+        is_excused = is_drafts and (is_short or group.is_drafted_together)
+        if is_excused and not is_short:
             why_not = f"a pass of several rows raised {described(error)}"
             self._draft_support = replace(self.draft_support, together=None, why_not_together=why_not)
-        return self._sent_back(rows, error, is_excused=is_drafts and (is_short or group.is_drafted_together))
+        return self._sent_back(rows, error, is_excused=is_excused)
 
     def _sent_back(self, rows: list[Row], error: Exception, *, is_excused: bool) -> DecodeResult:
         """What is left to do for rows that have lost their generator to an error; `is_excused`: none is to blame."""
@@ -352,7 +351,7 @@ class DecodePool:
     def _blame_for_memory(self, rows: list[Row], error: Exception, *, is_excused: bool) -> None:
         """Note on these rows that an allocation failed while they computed. The first time none is to blame; after that
         the longest one, which takes most of the memory, so that the others can continue."""
-        is_last = _had_room(rows, error) and not is_excused
+        is_last = had_room(rows, error) and not is_excused
         for row in rows:
             row.num_memory_failures += 1
         if is_last:
@@ -391,11 +390,6 @@ class DecodePool:
         if not self._model.cache_support.can_batch:
             return SoloGenerator(self._module)
         return batch_generator(self._module, completion_batch_size=self._max_batch_size)
-
-
-def _had_room(rows: Sequence[Row], error: Exception) -> bool:
-    """Whether an allocation failed though room was made before, or though room is no help."""
-    return any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
 
 
 def _drawn_id(group: Group, uid: int) -> int | None:

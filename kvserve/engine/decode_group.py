@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from kvserve.engine.batch_costs import BatchCosts
-from kvserve.engine.borders import guarded
+from kvserve.engine.borders import guarded, is_helped_by_room
 from kvserve.engine.drafted import DraftedGenerator
 from kvserve.engine.drafted_batch import DraftedBatch
 from kvserve.engine.kv_buffers import flat_caches, num_slots
@@ -84,6 +84,12 @@ class Group:
         """Guess the next tokens of rows beside one another from now on, in passes up to `stop_at` tokens of a row."""
         if not self.is_drafted_together:
             DraftedBatch.take_over(self.generator, self.rows, costs, stop_at)
+
+    def give_up_drafts(self) -> None:
+        """Its rows, which enter another generator, go on without."""
+        for row in self.rows.values():
+            if row.drafts is not None:
+                row.drafts.is_given_up = True
 
     def drop(self, uid: int) -> Row:
         """Forget a row that has left the generator."""
@@ -218,3 +224,8 @@ def left_row(row: Row, response: Any, before: StatesBefore | None) -> ExtractedR
     if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
         return ExtractedRow(row, caches, tokens)
     return ExtractedRow(row, caches, tokens[:-1])
+
+
+def had_room(rows: Sequence[Row], error: Exception) -> bool:
+    """Whether an allocation failed though room was made before, or though room is no help."""
+    return any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
