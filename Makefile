@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test full full-of-commit mutants beside-load durations check e2e clients bench soak bench-clients
+.PHONY: setup lint format test full full-of-commit mutants beside-load durations check e2e screenshots clients bench soak bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -49,6 +49,9 @@ durations: setup
 	FULL_RUN=1 $(PYTHON) -m pytest -m "not e2e" -n 2 --timeout 1200 --keep-durations
 
 check: lint test
+
+screenshots: setup
+	$(PYTHON) -m tests.e2e.dashboard_screenshots
 
 e2e: setup
 	$(PYTHON) -m pytest -m e2e -n 0

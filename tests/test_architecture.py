@@ -20,6 +20,8 @@ JOINERS = (
     "kvserve/observe/reports.py",
     "kvserve/observe/observability.py",
     "kvserve/observe/dashboard.py",
+    "kvserve/observe/ended_requests.py",
+    "kvserve/observe/history_file.py",
     "kvserve/warming/next_turn_predictor.py",
     "kvserve/warming/prewarming.py",
     "kvserve/warming/speculative_prefill.py",

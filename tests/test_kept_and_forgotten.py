@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from kvserve.app.wiring import observability_settings
 from kvserve.config import DiskMode
 from kvserve.core import NOBODY
+from kvserve.observe.history_file import HistoryFile
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
 from tests.laws import sampled_cells
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, Response, eventually, serving_app, unstarted_app
@@ -103,6 +105,66 @@ def test_where_responses_agents_and_traces_go(tmp_path: Path, disk_cache: DiskMo
         assert observability_settings(app._settings, disk_cache).writes_traces == is_written
 
 
+@pytest.mark.parametrize(("disk_cache", "is_written"), [("on", True), ("off", False), ("ephemeral", False)])
+def test_what_the_dashboard_keeps_is_on_disk_where_kv_is(
+    tmp_path: Path, disk_cache: DiskMode, is_written: bool
+) -> None:
+    """In one folder, or in none; of a request with `ttl: 0` its id is in no file and its session in none of the
+    server's own, also after the end (the catalog of KV names the readers of what others have left)."""
+    with serving_app(tmp_path, disk_cache=disk_cache, enable_request_logging=False) as app:
+        kept = app.post(CHAT_PATH, {**BODIES[CHAT_PATH], "session_id": "session-kept"}).json
+        other = {"messages": [{"role": "user", "content": "Another one."}], "max_tokens": 2, "ttl": 0}
+        gone = app.post(CHAT_PATH, {**other, "session_id": "session-gone"}).json
+        ids = [str(each["id"]).rpartition("-")[2].encode() for each in (kept, gone)]
+        assert eventually(lambda: len(app.app.observability.dashboard()["last"]) == 2)  # type: ignore[arg-type]
+    assert (tmp_path / "state" / "dashboard").exists() == is_written
+    assert [bool(files_with(tmp_path, name)) for name in ids] == [is_written, False]
+    assert bool(files_with(tmp_path, b"session-kept")) is is_written
+    assert files_with(tmp_path / "state", b"session-gone") == []
+
+
+def test_a_row_of_the_dashboard_has_no_word(tmp_path: Path) -> None:
+    """Of a conversation whose tool changed: neither what was said nor the tool's name is in its row on disk; the first
+    words are in no event, the name is shown as long as the server runs."""
+    tool = {"type": "function", "function": {"name": "gooseberry", "description": "One.", "parameters": {}}}
+    changed = {"type": "function", "function": {**tool["function"], "description": "Two."}}  # type: ignore[dict-item]
+    settings: dict[str, Any] = {"enable_request_logging": False, "speculation": "off"}
+    with serving_app(tmp_path, max_kv_size=4096, **settings) as app:
+        first = app.chat(f"{WORD} is what I like. " * 40, tools=[tool], session_id="one", max_tokens=2)
+        asked = {"role": "user", "content": f"{WORD} is what I like. " * 40}
+        answer = {"role": "assistant", "content": first.content}
+        said = [asked, answer, {"role": "user", "content": "And then?"}]
+        app.chat(said, tools=[changed], session_id="one", max_tokens=2)
+        told: Any = {}
+
+        def is_told() -> bool:
+            told.update(app.app.observability.dashboard())
+            return len(told["last"]) == 2
+
+        assert eventually(is_told)
+        [group] = told["losses"]["groups"]
+        assert group["cause"] == "tools changed" and "gooseberry" in group["summary"]
+        assert WORD not in str(told) and told["conversations"][0]["words"] == ""
+        turns: Any = app.get(f"/dashboard/sessions/{told['conversations'][0]['id']}").json["turns"]
+        assert len(turns) == 2 and "gooseberry" in str(turns) and WORD not in str(turns)
+    row = b"".join(file.read_bytes() for file in (tmp_path / "state" / "dashboard").iterdir())
+    assert b"tools changed" in row and b"gooseberry" not in row and WORD.encode() not in row
+
+
+def test_raw_prompts_of_two_principals_are_two_conversations(app: AppUnderTest) -> None:
+    """However alike they are."""
+    for name in ("one", "two", "one"):
+        app.post(COMPLETION_PATH, {"prompt": f"{WORD} alike " * 80, "max_tokens": 2}, {"x-api-key": f"raw-{name}"})
+
+    def turns() -> list[int]:
+        rows = [each for each in app.app.observability._history.newest() if each.num_prompt_tokens > 80]
+        raw = [each for each in rows if each.protocol == "openai_completions"]
+        return sorted(Counter(each.conversation for each in raw).values())
+
+    assert eventually(lambda: sum(turns()) == 3), app.app.observability._history.newest()
+    assert turns() == [1, 2]
+
+
 def test_old_responses_leave_at_a_start_and_while_others_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`RESPONSES_KEEP_DAYS` holds where nobody asks for a response any more."""
     file = tmp_path / "state" / "responses.sqlite3"
@@ -172,6 +234,16 @@ def test_what_was_said_can_be_forgotten(app: AppUnderTest, by: str) -> None:
     assert [again[each] for each in ("num_responses", "num_explanations", "num_trace_files")] == [0, 0, 0]
 
 
+def test_who_forgets_is_told_where_the_dashboards_file_stays(
+    app: AppUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`is_done` is false, whoever is meant, if what requests were is still in a file."""
+    paths = ("/v1/cache?principal=0123456789abcdef.-", "/v1/cache")
+    assert [delete(app, path).json["is_done"] for path in paths] == [True, True]
+    monkeypatch.setattr(HistoryFile, "erase", lambda self: False)
+    assert [delete(app, path).json["is_done"] for path in paths] == [False, False]
+
+
 @sampled_cells(lambda by: by == "principal")
 @pytest.mark.parametrize("by", ["session", "principal"])
 def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
@@ -228,12 +300,23 @@ def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept
         assert word in app.get(f"{EXPLAIN}/{second['id']}").body.decode()
         said("Somebody else's.", session="kept")
         assert (word in str(app.app.observability.dashboard())) is (num_kept > 1)
+        past: Any = app.app.observability.dashboard()
+        assert [(each["session"][:4], each["num_turns"]) for each in past["conversations"]] == [
+            ("kept", 1),
+            ("gone", 2),
+        ]
+        assert past["losses"]["groups"][0]["cause"] == "message changed" and len(past["last"]) == 3
+        assert len(app.get(f"/dashboard/sessions/{past['conversations'][1]['id']}").json["turns"]) == 2  # type: ignore[arg-type]
         told = delete(app, "/v1/cache?session=gone").json
         assert told["is_done"] and told["num_explanations"] == (2 if num_kept > 1 else 0)
         del first, answer, second
         assert values_with(app.app, word) == []
         shown = app.app.observability.dashboard()["sessions"]
         assert [each["name"][:4] for each in shown] == ["kept"] and shown[0]["branches"][0]["last"]
+        left: Any = app.app.observability.dashboard()
+        assert [each["session"][:4] for each in left["conversations"]] == ["kept"] and len(left["last"]) == 1
+        assert left["losses"]["groups"] == [] and sum(each[1] for each in left["activity"]["hour"]) == 3
+        assert app.get(f"/dashboard/sessions/{past['conversations'][1]['id']}").status == 404
 
 
 class Talk:

@@ -74,13 +74,14 @@ class Forgetting:
         kept = ForgottenKv(is_done=False)  # as long as the engine does not say otherwise
         with contextlib.suppress(NotReady):
             kept = self._pool.loaded.engine.forget(partial(belongs_to, scope=scope))
+        told = self._observability.forget(scope)
         return {
+            **told,
             "num_sessions": sum(each.num_sessions for each in gone),
             "num_messages": sum(each.num_messages for each in gone),
             "num_tokens": kept.num_tokens,
             "ram_bytes": kept.num_ram_bytes,
             "disk_bytes": kept.num_disk_bytes,
-            "is_done": kept.is_done and all(each.is_done for each in gone),
+            "is_done": bool(told["is_done"]) and kept.is_done and all(each.is_done for each in gone),
             "num_responses": num_responses,
-            **self._observability.forget(scope),
         }

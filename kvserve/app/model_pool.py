@@ -10,7 +10,7 @@ request is, is for its callers to say.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 
 from kvserve.app.catalogue import Catalogue, Listing, ModelSource
@@ -143,8 +143,7 @@ class ModelPool:
             return tuple(known.served for known in self._swap.known.values())
 
     def forget_records(self, scope: Scope) -> list[ForgottenRecords]:
-        """Forget those who are meant in the records of every model, also of those that nobody asked for since the
-        start."""
+        """Forget those who are meant in every model's records, also of those that nobody asked for since the start."""
         with self._describing:  # whoever describes a model opens its records
             at_rest = self._factory.forget_at_rest(scope)
         session, principal = scope.session, scope.principal
@@ -238,6 +237,20 @@ class ModelPool:
             num_marked_tokens=prompt.num_marked_tokens,
         )
 
+    def load(self, turn: Turn, served: ServedModel) -> Generator[None]:
+        """Have a model loaded: ends once it is, and gives None until that; closing it gives up. Raises RequestError."""
+        ticket: _Ticket | None = None
+        try:
+            while True:
+                with self._place(served.name, ticket.since if ticket is not None else self._clock()) as loaded:
+                    if loaded is not None:
+                        return
+                ticket = ticket or self._queue(turn, served.name, 0)
+                self._wait_on(ticket)
+                yield
+        finally:
+            self._leave(ticket)
+
     @contextlib.contextmanager
     def _place(self, name: str, since: float) -> Iterator[ServedModel | None]:
         """The loaded model, if it is this one and may be asked something; it does not leave within the block."""
@@ -295,7 +308,7 @@ class ModelPool:
             if ticket not in self._tickets:  # its thread was held up for so long that the place was given up
                 self._tickets.append(ticket)
 
-    def _leave(self, ticket: _Ticket) -> None:
+    def _leave(self, ticket: _Ticket | None) -> None:
         with self._lock:
             if ticket in self._tickets:
                 self._tickets.remove(ticket)

@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from kvserve.engine.hub import fetched_folder
 from kvserve.engine.model import expected_sizes
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.warming import Warming
-from kvserve.errors import ModelLoadError, NotReady, RequestError
+from kvserve.errors import ModelLoadError, NotFound, NotReady, RequestError
 from kvserve.observe.dashboard import Look
 from kvserve.observe.observability import Observability
 from kvserve.observe.reports import cache_body, image_fields, memory_body
@@ -137,6 +137,7 @@ class Server:
         """Start everything; returns early once `stopping` is set. Raises StartupError."""
         note_code()
         self.responses.tidy()
+        self.observability.open()
         self._server.bind()
         self._server.start()
         self._find_demo()
@@ -169,6 +170,7 @@ class Server:
             known.conversations.close()
         self.responses.close()
         self._agent_store.close()
+        self.observability.close()
         if is_told:
             self._terminal.stopped(self._num_unwritten_bytes)
 
@@ -324,18 +326,19 @@ class Server:
             sessions = self._pool.loaded.conversations.sessions()
         return Look(self.health()[1], cache, sessions, time.time(), self._pool.waiting())
 
-    def clear_cache(self) -> None:
-        """Forget everything that is kept. Raises NotReady."""
+    def clear_cache(self) -> bool:
+        """Forget everything that is kept; False where the dashboard's file may still hold requests. Raises NotReady."""
         served = self._pool.loaded
         is_unnamed = served.engine.digest.status.reason
         if is_unnamed or any(known.conversations.awaits_archive for known in self._pool.known()):
             self._pool.forget_records(Scope())  # which file of records is theirs is not known
         for known in self._pool.known():
             known.clear()
-        self.observability.clear()
+        is_done = self.observability.clear()
         if self._next_turns is not None:
             self._next_turns.clear()
         served.engine.clear_cache()
+        return is_done
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands
@@ -373,6 +376,12 @@ class Server:
         if (loaded := self._loaded_as(served.name)) is None:
             raise NotReady(f"{served.name} is not loaded now.", retry_after_seconds=10)
         return prewarm(turn, loaded)
+
+    def load(self, turn: Turn, served: ServedModel) -> Generator[None]:
+        """Have a model loaded that is listed: a name that nobody knows means no other one here. Raises RequestError."""
+        if turn.model not in {listing.name for listing in self._pool.listings()}:
+            raise NotFound(f"The model {turn.model!r} is not served here.", param="model")
+        return self._pool.load(turn, served)
 
     def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn; one whose model is not loaded waits for it."""

@@ -31,6 +31,7 @@ from kvserve.web.settings import WebSettings
 
 RESPONSES_FILE = "responses.sqlite3"
 AGENTS_FILE = "agents.sqlite3"
+HISTORY_FOLDER = "dashboard"
 RECORDS_PREFIX = "records-"
 """How the folders of records in DISK_CACHE_DIR begin; a digest of the model follows."""
 
@@ -205,7 +206,7 @@ def remote_pictures(settings: Settings) -> RemotePictures | None:
 
 
 def observability_settings(settings: Settings, disk_cache: DiskMode = "on") -> ObservabilitySettings:
-    """A trace is a prompt on disk: without a disk cache there is none."""
+    """A trace is a prompt on disk: without a disk cache there is none, and what the dashboard shows stays in RAM."""
     return ObservabilitySettings(
         log_root=settings.log_root,
         writes_traces=settings.enable_request_logging and disk_cache == "on",
@@ -213,6 +214,7 @@ def observability_settings(settings: Settings, disk_cache: DiskMode = "on") -> O
         num_explanations=settings.explanations_kept,
         shows_text=settings.dashboard_show_text,
         shows_image_cuts=settings.vlm_cache_debug,
+        history_folder=settings.state_dir / HISTORY_FOLDER if disk_cache == "on" else None,
     )
 
 

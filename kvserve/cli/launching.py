@@ -3,7 +3,6 @@ ends. `client_configs.py` knows the clients; here a folder is written, a program
 """
 
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -17,15 +16,12 @@ from types import FrameType
 import click
 
 from kvserve.cli.asking import Address, NoAnswer, address_of, server_options
-from kvserve.cli.client_configs import CLIENTS, NO_KEY, ClientSetUp, Endpoint
 from kvserve.cli.output import json_option, show
 from kvserve.config import load_launch
+from kvserve.protocols.client_configs import CLIENTS, NO_KEY, SHOWN_FOLDER, Endpoint, shell_text
 
 MARK = ".kvserve-launch"
 """Stands in a folder that was kept for a client, and in no other: what is there may be written anew."""
-
-SHOWN_FOLDER = Path("FOLDER")
-"""What stands for a temporary folder where nothing is written."""
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """A terminal sends them to the client as well."""
@@ -65,7 +61,7 @@ def launch(
         shown = folder.absolute() if folder is not None else SHOWN_FOLDER
         found = CLIENTS[client].set_up(server, shown)
         command = [found.program, *found.arguments, *arguments]
-        show({**asdict(found), "command": command}, as_json, lambda: _text(found, command, shown))
+        show({**asdict(found), "command": command}, as_json, lambda: shell_text(found, shown, arguments))
         return
     environment = load_launch(()).environment
     program = shutil.which(CLIENTS[client].program, path=environment.get("PATH"))
@@ -86,14 +82,6 @@ def _endpoint(address: Address) -> Endpoint:
     if not isinstance(context, int):
         raise NoAnswer(f"GET {address.url}/v1/models does not say how long the context is: is it a kvserve?")
     return Endpoint(address.url, address.api_key or NO_KEY, context)
-
-
-def _text(found: ClientSetUp, command: Sequence[str], folder: Path) -> str:
-    """Files, then one line for a shell."""
-    files = [f"# {folder / name}\n{text}" for name, text in found.files.items()]
-    without = ["env", *(word for name in found.removed for word in ("-u", name))] if found.removed else []
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in found.variables.items()]
-    return "\n".join([*files, " ".join([*without, *assigned, shlex.join(command)])])
 
 
 @contextmanager

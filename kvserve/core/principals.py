@@ -59,7 +59,7 @@ class SessionHint:
     `is_shared_id`: the id is a `prompt_cache_key`, which an application may give to all its users: it keeps records
     together, and says nothing of whose they are. `ttl_seconds`: how long after its last use the prompt is to be kept, 0
     not at all; None leaves it to the server. `num_marked_messages` stand before the last place that the client marked
-    for caching, for `marked_seconds` after its last use; None without one.
+    for caching, for `marked_seconds` after its last use; None without one. `client`: its program's name and version.
     """
 
     session_id: str | None = None
@@ -69,6 +69,7 @@ class SessionHint:
     ttl_seconds: float | None = None
     num_marked_messages: int | None = None
     marked_seconds: float | None = None
+    client: str = ""
 
     @property
     def wants_nothing_kept(self) -> bool:

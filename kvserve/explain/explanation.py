@@ -20,6 +20,7 @@ from kvserve.explain.difference import (
     template_difference,
 )
 from kvserve.explain.facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
+from kvserve.explain.looks import OTHER_ORDER, Look, look_of
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
@@ -103,7 +104,8 @@ class Explanation:
     tokens were reused from; `rules` those that had a part in it. `is_rejection`: messages were equal canonically and
     not for the model, tokens were lost by it, and no rule says why: the key promised too much. `decided_by` names the
     setting or field behind the cause `setting`, the model behind `other model`, why weights are not known.
-    `num_lost_tokens` were computed again because of the cause, and could have been kept.
+    `num_lost_tokens` were computed again because of the cause, and could have been kept. `looks_like`: what stands at
+    the place where the prompts part, by its form.
     """
 
     request_id: RequestId
@@ -120,6 +122,7 @@ class Explanation:
     is_rejection: bool
     decided_by: str | None = None
     num_lost_tokens: int = 0
+    looks_like: Look | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,8 @@ def explained(facts: ReuseFacts) -> Explanation:
     switched = facts.changes.switched_rules if row.names_switched_rules else frozenset()
     named = tuple(sorted(facts.replayed_rules | moved | switched))
     policies = facts.policies
+    place = row.place(facts) if row.place is not None else None
+    is_reordered = row.cause == "tools changed" and place is None
     return Explanation(
         request_id=facts.request_id,
         num_prompt_tokens=facts.num_prompt_tokens,
@@ -186,11 +191,12 @@ def explained(facts: ReuseFacts) -> Explanation:
         cause=row.cause,
         rules=named,
         policies={name: policies.get(name, "off") for name in named if name in policies or name in switched},
-        first_difference=row.place(facts) if row.place is not None else None,
+        first_difference=place,
         before=facts.before.request_id if facts.before is not None else None,
         is_rejection=bool(facts.num_rejected) and row.place is not None,
         decided_by=row.decided_by(facts) if row.decided_by is not None else None,
         num_lost_tokens=row.lost(facts) if row.lost is not None else 0,
+        looks_like=OTHER_ORDER if is_reordered else look_of(place),
     )
 
 

@@ -6,18 +6,22 @@ through here: of a difference only its place is told, unless the operator allows
 file name may show.
 """
 
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import islice
 from statistics import median, quantiles
 
 from kvserve.core import JsonObject, RequestId
 from kvserve.explain.causes import NO_MISS
 from kvserve.explain.explanation import Explanation
+from kvserve.observe.ended_requests import EndedRequest
+from kvserve.observe.overview import conversations, last_requests, losses
 from kvserve.observe.reports import explanation_body
+from kvserve.observe.request_history import RANGES, MinuteSums, RequestHistory
 from kvserve.observe.trace import session_label
 from kvserve.requests.request_facts import RequestFacts, RunningFacts
 from kvserve.requests.turn_facts import WatchedTurn
@@ -27,6 +31,8 @@ BUCKET_SECONDS = 10
 NUM_BUCKETS = 360
 NUM_TIMES = 256
 MAX_RUNNING = 1_024
+SPEED_SECONDS = 5.0
+"""Of so long ago are the tokens that the speed of now is reckoned from."""
 
 
 @dataclass(slots=True)
@@ -50,18 +56,39 @@ class FirstTokenTimes:
     p95: float
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of all requests together, just now: computed of prompts, and written."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What was done until a moment: tokens computed of prompts, and written."""
+
+    at: float
+    num_computed_tokens: int
+    num_generated_tokens: int
+
+
 class Activity:
     """Requests that run and totals of those that ended. Safe for several threads; nothing here is called per token.
 
-    `clock` gives seconds since the epoch.
+    `clock` gives seconds since the epoch, `ticks` seconds that never go back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, ticks: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._ticks = ticks
         self._lock = threading.Lock()
         self._running: OrderedDict[RequestId, WatchedTurn] = OrderedDict()
         self._buckets: deque[Bucket] = deque(maxlen=NUM_BUCKETS)
         self._first_tokens: deque[float] = deque(maxlen=NUM_TIMES)
+        self._num_computed_tokens = 0
+        self._num_generated_tokens = 0
+        self._work: deque[_Work] = deque()
 
     def begin(self, request: WatchedTurn) -> None:
         """A request was submitted; `end` takes it away."""
@@ -74,6 +101,8 @@ class Activity:
         """A request is over."""
         with self._lock:
             self._running.pop(facts.request_id, None)
+            self._num_computed_tokens += facts.num_prefilled_tokens
+            self._num_generated_tokens += facts.num_completion_tokens
             bucket = self._bucket()
             bucket.num_requests += 1
             bucket.num_prompt_tokens += facts.num_prompt_tokens
@@ -87,6 +116,27 @@ class Activity:
         with self._lock:
             requests = list(self._running.values())
         return [request.progress for request in requests]
+
+    def speed(self) -> Speed:
+        """How fast it goes, since somebody asked last within the time that counts; nothing for whoever asks first."""
+        now = self._ticks()
+        with self._lock:  # both at one moment: what ends meanwhile is either running or in the totals
+            requests = list(self._running.values())
+            computed, generated = self._num_computed_tokens, self._num_generated_tokens
+        running = [request.progress for request in requests]
+        computed += sum(each.num_done_tokens - each.num_cached_tokens for each in running)
+        generated += sum(each.num_generated_tokens for each in running)
+        with self._lock:
+            self._work.append(_Work(now, computed, generated))
+            while self._work[0].at < now - SPEED_SECONDS:
+                self._work.popleft()
+            first = self._work[0]
+        seconds = now - first.at
+        if seconds <= 0:
+            return Speed()
+        # a request that ends between two looks may count a little less than it did while it ran
+        prefill = max(0, computed - first.num_computed_tokens) / seconds
+        return Speed(round(prefill, 1), round(max(0, generated - first.num_generated_tokens) / seconds, 1))
 
     def history(self) -> list[Bucket]:
         """The last hour; times in which nothing ended have no bucket."""
@@ -128,6 +178,19 @@ class Look:
     waiting: Sequence[RunningFacts] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The requests that ended, the newest first, and sums for each of `RANGES`."""
+
+    ended: Sequence[EndedRequest] = ()
+    sums: Mapping[str, Sequence[MinuteSums]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, history: RequestHistory) -> "Past":
+        """What is kept."""
+        return cls(history.newest(), {name: history.sums(name) for name in RANGES})
+
+
 def dashboard_body(
     look: Look,
     *,
@@ -136,8 +199,10 @@ def dashboard_body(
     explanations: Sequence[Explanation],
     last_of_branch: Mapping[BranchId, Explanation],
     shows_text: bool,
+    past: Past | None = None,
 ) -> JsonObject:
     """One event of `/dashboard/events`. `explanations` come newest first; `now` in seconds since the epoch."""
+    past = past if past is not None else Past()
     times = activity.first_token_times()
     running = activity.running()
     begun = {facts.request_id for facts in running}  # the look came first: what waited then may run by now
@@ -154,6 +219,13 @@ def dashboard_body(
         "misses": [_miss(each, shows_text) for each in misses],
         "causes": Counter(explanation.cause for explanation in explanations),
         "shows_text": shows_text,
+        "speed": asdict(activity.speed()),
+        "activity": {name: [astuple(each) for each in sums] for name, sums in past.sums.items()},
+        "conversations": conversations(past.ended, now),
+        "last": last_requests(past.ended),
+        "losses": losses(past.ended),
+        "kept": {"num_requests": len(past.ended), "since": past.ended[-1].ended_at if past.ended else None},
+        "machine_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 

@@ -21,10 +21,13 @@ from kvserve.errors import NotFound, RequestError
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.words import clause
 from kvserve.identity.owner import belongs_to, is_telling
-from kvserve.observe.dashboard import Activity, Look, dashboard_body
+from kvserve.observe.dashboard import Activity, Look, Past, dashboard_body
 from kvserve.observe.draft_totals import DraftTotals, speculation_body
+from kvserve.observe.ended_requests import ended_request
 from kvserve.observe.metrics import Metrics, Reading, readings
+from kvserve.observe.overview import timeline
 from kvserve.observe.reports import explanation_body, image_line, trace_fields
+from kvserve.observe.request_history import MINUTE_SECONDS, MinuteSums, RequestHistory
 from kvserve.observe.savings import Savings
 from kvserve.observe.terminal import Terminal
 from kvserve.observe.trace import TraceLimits, TraceLog
@@ -52,7 +55,8 @@ class Reader:
 @dataclass(frozen=True, slots=True)
 class ObservabilitySettings:
     """What the operator decides: traces and for how many days (0: for ever), explanations kept, whether the dashboard
-    may show what was said, whether a line tells where the images of a prompt were cut."""
+    may show what was said, whether a line tells where the images of a prompt were cut, and the folder that has what the
+    dashboard shows of earlier requests (None: in memory only)."""
 
     log_root: Path
     writes_traces: bool
@@ -60,6 +64,7 @@ class ObservabilitySettings:
     num_explanations: int
     shows_text: bool
     shows_image_cuts: bool = False
+    history_folder: Path | None = None
 
 
 class Observability:
@@ -84,12 +89,17 @@ class Observability:
         self._metrics = Metrics(self._readings)
         self._drafts = DraftTotals()
         self._savings = Savings()
+        self._history = RequestHistory(settings.history_folder, terminal.error)
         self._readers: DigestLru[Reader] = DigestLru()
         self._lock = threading.Lock()
         self._last_of_branch: OrderedDict[tuple[str, BranchId], Explained] = OrderedDict()
         self._looking = threading.Lock()
         self._seen_at = 0.0
         self._seen: JsonObject = {}
+
+    def open(self) -> None:
+        """Take in what earlier processes have kept of their requests; may wait for a process that is just ending."""
+        self._history.open()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -117,6 +127,7 @@ class Observability:
         self._drafts.add(facts)
         if facts.drafting.failure:
             self.drafts_failed(facts.drafting.failure)
+        self._history.count(_sums(facts))
         with finished.turn.keeping as may_keep:
             if may_keep:
                 self._keep(finished)
@@ -136,6 +147,15 @@ class Observability:
             explained = Explained(explanation, principal, facts.session, facts.drafting, facts.tokens_per_step)
             self._explanations.put(explained)
             self._note_branch(finished, explained.without_text())
+        num_lost = explanation.num_lost_tokens if explanation is not None else 0
+        ended = ended_request(
+            finished,
+            ended_at=time.time(),
+            seconds_lost=self._savings.seconds_of(facts.model, num_lost),
+            shows_text=self._settings.shows_text,
+            salt=self._history.salt,
+        )
+        self._history.add(ended, on_disk=not finished.turn.session.wants_nothing_kept)
         self._readers.put(_left_digests(finished), Reader(facts.model, finished.owner.name))
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
@@ -163,25 +183,33 @@ class Observability:
         """An error was answered, also one that no model heard of."""
         self._metrics.add_http_error(endpoint, status)
 
-    def clear(self) -> None:
-        """Forget what was said of requests; numbers stay."""
+    def clear(self) -> bool:
+        """Forget what was said of requests; numbers stay. False where a file may still hold it."""
         self._explanations.clear()
         self._readers.clear()
         self._savings.clear()
+        is_done = self._history.clear()
         with self._lock:
             self._last_of_branch.clear()
         self._look_again()
+        return is_done
 
     def forget(self, scope: Scope) -> JsonObject:
-        """Forget what was said of the requests of those who are meant. Returns how much that was; numbers stay."""
+        """Forget what was said of the requests of those who are meant. Returns how much that was, and whether
+        it is gone from every file (`is_done`); numbers stay."""
         num_explanations = self._explanations.forget(scope)
         with self._lock:
             for key in [key for key, last in self._last_of_branch.items() if last.belongs_to(scope)]:
                 del self._last_of_branch[key]
         self._readers.forget(lambda reader: belongs_to(reader.owner, scope))
+        is_done = self._history.forget(scope)
         num_files = self._trace.forget(scope)
         self._look_again()
-        return {"num_explanations": num_explanations, "num_trace_files": num_files}
+        return {"num_explanations": num_explanations, "num_trace_files": num_files, "is_done": is_done}
+
+    def close(self) -> None:
+        """No request ends any more: close the file of those that did."""
+        self._history.close()
 
     def _look_again(self) -> None:
         """Whoever watches sees nothing of what was there a moment ago; waits for who looks just now."""
@@ -247,6 +275,13 @@ class Observability:
                 self._seen_at = time.monotonic()
             return self._seen
 
+    def conversation(self, name: str) -> JsonObject:
+        """The body of GET /dashboard/sessions/{name}: its turns. Raises NotFound."""
+        turns = timeline(self._history.newest(), name)
+        if not turns:
+            raise NotFound(f"No conversation {name!r} is known.")
+        return {"id": name, "turns": turns}
+
     def _snapshot(self) -> JsonObject:
         look = self._look()
         with self._lock:
@@ -262,11 +297,19 @@ class Observability:
             explanations=self._explanations.newest(self._settings.num_explanations),
             last_of_branch=last_of_branch,
             shows_text=self._settings.shows_text,
+            past=Past.of(self._history),
         )
 
     def _readings(self) -> Iterable[Reading]:
         look = self._look()
         return readings(look.health, look.cache)
+
+
+def _sums(facts: RequestFacts) -> MinuteSums:
+    """The numbers of one request, which are nobody's."""
+    tokens = facts.num_prompt_tokens, facts.num_cached_tokens, facts.num_completion_tokens
+    saved = facts.seconds_saved or 0.0
+    return MinuteSums(int(time.time()) // MINUTE_SECONDS, 1, *tokens, saved, facts.num_prefilled_tokens)
 
 
 def _left_digests(finished: FinishedTurn) -> Sequence[bytes]:

@@ -173,6 +173,7 @@ def explanation_body(explanation: Explanation) -> JsonObject:
         "cause": explanation.cause,
         "summary": summary(explanation),
         "remedy": remedy(explanation),
+        "looks_like": explanation.looks_like,
         "rules": list(explanation.rules),
         "policies": dict(explanation.policies),
         "decided_by": explanation.decided_by,

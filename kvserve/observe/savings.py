@@ -44,9 +44,15 @@ class Savings:
                     measured.num_tokens, measured.seconds = measured.num_tokens / 2, measured.seconds / 2
                 measured.num_tokens += facts.num_prefilled_tokens
                 measured.seconds += facts.prefill_seconds
-            if not measured.num_tokens:
+        return self.seconds_of(facts.model, facts.num_cached_tokens)
+
+    def seconds_of(self, model: str, num_tokens: int) -> float | None:
+        """What so many tokens of prefill take about; None as long as that is not known."""
+        with self._lock:
+            measured = self._measured.get(model)
+            if measured is None or not measured.num_tokens:
                 return None
-            return facts.num_cached_tokens * measured.seconds / measured.num_tokens
+            return num_tokens * measured.seconds / measured.num_tokens
 
     def is_first_warm(self, facts: RequestFacts, branch: Hashable, parent: Hashable) -> bool:
         """Whether this is the first request of its conversation that reused a good part of its prompt; a branch of one

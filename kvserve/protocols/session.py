@@ -26,6 +26,12 @@ ID_HEADERS = (
 MAX_ID_CHARACTERS = 512
 MAX_TTL_SECONDS = 366 * 86_400.0
 
+_NAME = r"[A-Za-z][A-Za-z_-]{0,23}"
+_VERSION = r"v?[0-9]{1,6}(?:\.[0-9]{1,6}){0,3}(?:[.-]?(?:alpha|beta|rc|dev|pre|post|nightly)[.-]?[0-9]{0,8})?"
+_PRODUCT = re.compile(rf"{_NAME}(?:/{_NAME}){{0,2}}/(?:[A-Za-z]{{1,8}} )?{_VERSION}(?![^\s;,(])")
+"""A name of letters with its version: a name alone, or one with digits, may be a person's or a key. OpenAI's libraries
+put their language between both, others the name of a part."""
+
 _UNIT_SECONDS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
 
@@ -42,7 +48,15 @@ def read_session(body: JsonObject, headers: Mapping[str, str]) -> SessionHint:
         is_shared_id=own_id is None and shared_id is not None,
         cache_mode="prefix" if cache_mode == "prefix" else "full",
         ttl_seconds=_first(where, ("ttl",), read_ttl),
+        client=read_client(headers),
     )
+
+
+def read_client(headers: Mapping[str, str]) -> str:
+    """The first product of a User-Agent, such as `claude-cli/2.1.331`; "" where that has another form. It is shown and
+    kept, so nothing else that a client may have written there is."""
+    match = _PRODUCT.match(headers.get("user-agent", ""))
+    return match[0] if match is not None else ""
 
 
 def read_ttl(value: object, path: str) -> float:

@@ -42,14 +42,18 @@ ROUTES: Mapping[str, ProxyRoute] = {
     "/v1/agents": ProxyRoute(("GET", "POST"), "as it is"),
     "/v1/agents/*": ProxyRoute(("GET", "POST", "DELETE"), "as it is"),
     "/v1/models/*": ProxyRoute(_GET, "direct"),
+    "/v1/models/load": ProxyRoute(("POST",), "direct"),
     "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct"),
     "/v1/cache/explain": ProxyRoute(_GET, "direct"),
     "/v1/cache/explain/*": ProxyRoute(_GET, "direct"),
     "/v1/cache/prewarm": ProxyRoute(("POST",), "direct"),
     "/metrics": ProxyRoute(_GET, "direct"),
     "/health": ProxyRoute(_GET, "direct", needs_key=False),
+    "/": ProxyRoute(_GET, "direct", needs_key=False),
     "/dashboard": ProxyRoute(_GET, "direct", needs_key=False),
     "/dashboard/events": ProxyRoute(_GET, "direct"),
+    "/dashboard/clients": ProxyRoute(_GET, "direct"),
+    "/dashboard/sessions/*": ProxyRoute(_GET, "direct"),
     "/dashboard/*": ProxyRoute(_GET, "direct", needs_key=False),
 }
 """By path; a path that ends with `*` stands for all that begin with it."""

@@ -68,13 +68,22 @@ class ArchiveTotals:
 class Archive:
     """The rows of one model in `folder`. Implements `Journal`. Thread-safe."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, report: Callable[[str], None], min_free_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        report: Callable[[str], None],
+        min_free_bytes: int = 0,
+        subject: str = "Records of conversations",
+    ) -> None:
         """Opens or creates the file. `max_bytes` bounds its rows, `min_free_bytes` stay free on its volume, `report`
-        takes lines for the operator."""
+        takes lines for the operator, which call the rows by `subject`."""
         self._path = folder / FILE_NAME
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
         self._report = report
+        self._subject = subject
         self._changed = threading.Condition()
         self._pending: Pending = {}
         self._num_changes = 0
@@ -229,7 +238,7 @@ class Archive:
 
     def _after_write(self, file: ArchiveFile, num_bytes_before: int, num_changes: int) -> None:
         if self._is_failing:
-            self._report("Records of conversations are written again.")
+            self._report(f"{self._subject} are written again.")
         if num_changes >= self._erased_until > self._num_written or file.num_bytes < num_bytes_before / 2:
             file.compact()  # what was cleared leaves the disk at once
         if file.num_bytes > self._max_bytes and self._upkeep is not None:
@@ -255,7 +264,7 @@ class Archive:
             self._give_up(str(error))
             return None
         if opened.fault is not None:
-            self._count_fault(f"Records of conversations begin anew: {self._path}: {opened.fault}")
+            self._count_fault(f"{self._subject} begin anew: {self._path}: {opened.fault}")
         return opened
 
     def _put_back(self, pending: Pending, reason: str) -> None:
@@ -267,11 +276,11 @@ class Archive:
         if is_too_much:
             self._give_up(f"nothing could be written for too long: {reason}")
         elif not was_failing:
-            self._count_fault(f"Records of conversations cannot be written now: {self._path}: {reason}")
+            self._count_fault(f"{self._subject} cannot be written now: {self._path}: {reason}")
 
     def _renew(self, reason: str) -> None:
         """Replace a damaged file by a new one with everything that is in RAM."""
-        self._count_fault(f"Records of conversations begin anew: {self._path}: {reason}")
+        self._count_fault(f"{self._subject} begin anew: {self._path}: {reason}")
         self._num_renewals += 1
         file, opened = self._file, None
         if file is not None:
@@ -289,7 +298,7 @@ class Archive:
 
     def _give_up(self, reason: str) -> None:
         """Write and gather nothing from now on."""
-        self._count_fault(f"Records of conversations are kept in RAM only: {self._path}: {reason}")
+        self._count_fault(f"{self._subject} are kept in RAM only: {self._path}: {reason}")
         with self._changed:
             file, self._file = self._file, None
             self._pending.clear()

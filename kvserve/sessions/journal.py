@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Literal, Protocol
 
-type Kind = Literal[
-    "node", "read", "place", "record", "tools", "layouts", "healing", "branch", "counter", "beginning", "telemetry"
-]
+type Kind = (
+    Literal[
+        "node", "read", "place", "record", "tools", "layouts", "healing", "branch", "counter", "beginning", "telemetry"
+    ]
+    | Literal["ended request", "step", "salt"]
+)
 """What a row is: a message as the model saw it; when it was last read; conflicts at a chain; a request; the first order
 of a set of tools; where tools stood in a conversation; what the model wrote at a place; a branch of a session; a
-counter; a system prompt and how often prompts began with it; the telemetry that came first."""
+counter; a system prompt and how often prompts began with it; the telemetry that came first. Of
+the dashboard: a request that ended, sums of a time, what goes into its digests."""
 
 type Rows = Mapping[Kind, Sequence[tuple[bytes, bytes]]]
 """All rows of a file: (key, body) by kind."""

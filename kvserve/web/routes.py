@@ -1,9 +1,10 @@
 """The endpoint table, with one function per route. It joins `protocols/` with the service."""
 
+import contextlib
 import time
 from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.core import JsonObject, key_digest
+from kvserve.core import JsonObject, Turn, key_digest
 from kvserve.engine.warming import Warming, WarmResult
 from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
@@ -21,7 +22,7 @@ from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_an
 from kvserve.requests.deferred import ClientTurn
 from kvserve.requests.serve import collect
 from kvserve.warming.prewarming import WAIT_SECONDS, raise_for
-from kvserve.web.dashboard_pages import get_asset, get_events, get_page
+from kvserve.web.dashboard_pages import get_asset, get_clients, get_conversation, get_events, get_page, get_root
 from kvserve.web.exchange import NAMED, HttpExchange
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
@@ -165,6 +166,22 @@ def get_model(exchange: HttpExchange, service: WebService) -> None:
     exchange.send_json(200, (encode_anthropic_model if is_anthropic else encode_openai_model)(card))
 
 
+def post_load(exchange: HttpExchange, service: WebService) -> None:
+    """POST /v1/models/load: answers once the model of this name is loaded, which waits until nothing runs on the one
+    before. It waits as long as its client does."""
+    name = decode_body(exchange.body).get("model")
+    if not isinstance(name, str):
+        raise NotFound(f"The model {name!r} is not served here.", param="model")
+    turn = Turn(exchange.request_id, "load", name, service.defaults.sampling)
+    with contextlib.closing(service.load(turn, service.begin(turn))) as loading:
+        for _ in loading:
+            exchange.check_client()
+            if exchange.must_stop:
+                raise NotReady("The server is shutting down.", retry_after_seconds=10)
+            time.sleep(exchange.settings.poll_seconds)
+    exchange.send_json(200, {"model": name, "status": "loaded"})
+
+
 def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) -> bool:
     """Whether the client speaks Anthropic's API on a path of both APIs; its errors then take that form."""
     if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
@@ -237,8 +254,7 @@ def delete_cache(exchange: HttpExchange, service: WebService) -> None:
     """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, only their data."""
     wanted = _read_forgotten(exchange.head.query)
     if not wanted:
-        service.clear_cache()
-        exchange.send_json(200, {"status": "ok"})
+        exchange.send_json(200, {"status": "ok", "is_done": service.clear_cache()})
         return
     forgotten = service.forget(wanted.get("session"), wanted.get("principal"))
     exchange.send_json(200, {"status": "ok", **forgotten})
@@ -281,6 +297,7 @@ ROUTES = (
     Route("DELETE", "/v1/responses/*", delete_response),
     Route("GET", "/v1/models", get_models),
     Route("GET", "/v1/models/*", get_model),
+    Route("POST", "/v1/models/load", post_load, needs_body=True),
     Route("GET", "/v1/cache", get_cache),
     Route("POST", "/v1/cache/prewarm", post_prewarm, needs_body=True),
     Route("GET", "/v1/cache/explain", get_last_explanation),
@@ -288,8 +305,11 @@ ROUTES = (
     Route("DELETE", "/v1/cache", delete_cache),
     Route("GET", "/health", get_health, needs_key=False),
     Route("GET", "/metrics", get_metrics),
+    Route("GET", "/", get_root, needs_key=False),
     Route("GET", "/dashboard", get_page, needs_key=False),
     Route("GET", "/dashboard/events", get_events),
+    Route("GET", "/dashboard/clients", get_clients),
+    Route("GET", "/dashboard/sessions/*", get_conversation),
     Route("GET", "/dashboard/*", get_asset, needs_key=False),
     *AGENT_ROUTES,
 )

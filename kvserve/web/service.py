@@ -1,6 +1,6 @@
 """The contracts that the web server needs; `app/` and `requests/` implement them."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from threading import Semaphore
 from typing import Protocol
 
@@ -45,8 +45,8 @@ class WebService(Protocol):
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady while loading."""
 
-    def clear_cache(self) -> None:
-        """Forget all caches and records. Raises NotReady while loading."""
+    def clear_cache(self) -> bool:
+        """Forget all caches and records; False where a file may still name requests. Raises NotReady while loading."""
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget the data of a session, of a principal (by its name), or of a principal's session, and return how much
@@ -58,6 +58,10 @@ class WebService(Protocol):
 
     def prewarm(self, turn: Turn, served: ServedModel) -> Warming:
         """Queue the prefix that requests like this begin with. Raises RequestError."""
+
+    def load(self, turn: Turn, served: ServedModel) -> Generator[None]:
+        """Have the model loaded, with a place in the queue for the turn that says so: ends once it is. Raises
+        RequestError."""
 
     def serve(self, turn: Turn, served: ServedModel) -> ClientTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""

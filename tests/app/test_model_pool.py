@@ -37,7 +37,8 @@ FAMILIES = {"a": "qwen3", "b": "gemma3"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, and two that cannot be loaded: one whose weights are cut, one whose weights do not fit its config."""
+    """Two models, and three that cannot be loaded: one whose weights are cut, one whose weights do not fit its config,
+    one whose config is none."""
     root = tmp_path_factory.mktemp("models")
     for name, family in FAMILIES.items():
         (root / name).symlink_to(tiny_model(family))
@@ -47,6 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny_model("qwen3"), root / "misfit")
     config = root / "misfit" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 12}))
+    shutil.copytree(tiny_model("qwen3"), root / "unreadable")
+    (root / "unreadable" / "config.json").write_text("{")
     return root
 
 
@@ -221,6 +224,29 @@ def test_who_waits_for_another_model_is_listed(app: AppUnderTest) -> None:
         assert first.read_response().status == second.read_response().status == 200
     assert eventually(lambda: app.app.observability.dashboard()["running"] == [])
     assert app.line_of(str(one["request_id"])), "it is the request that was answered then"
+
+
+@pytest.mark.long
+def test_a_model_can_be_loaded_without_a_question(
+    app: AppUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name; one that is there already is answered at once, and one that cannot be loaded says why."""
+    load = "/v1/models/load"
+    with monkeypatch.context() as patch:
+        patch.setattr(app.app._pool, "_max_waiting", 0)
+        assert app.post(load, {"model": app.served.name}).status == 200, "it needs no place in the queue"
+        assert app.post(load, {"model": "b"}).status == 429
+    unread = [each["id"] for each in app.get("/v1/models").json["data"]]  # type: ignore[union-attr, index]
+    assert "unreadable" not in unread
+    broken = app.post(load, {"model": "unreadable"})
+    assert broken.status == 500 and broken.error["code"] == "model_load_failed", broken.body
+    for name in (app.served.name, "b", "b"):
+        assert app.post(load, {"model": name}).json == {"model": name, "status": "loaded"}
+        assert app.app.health()[1]["model"] == name and app.app.health()[1]["num_waiting_for_model"] == 0
+    refused = app.post(load, {"model": "cut"})
+    assert refused.status >= 400 and refused.error["param"] == "model"
+    assert app.post(load, {"model": "nobody's"}).status == 404
+    assert ask(app, "b")[0] == "b"
 
 
 @sampled_cells(lambda stream: stream)

@@ -20,7 +20,7 @@ from dotenv import dotenv_values
 
 from kvserve.cli import launching
 from kvserve.cli.asking import Address
-from kvserve.cli.client_configs import CLAUDE_ELSEWHERE, CLIENTS, NO_KEY, ClientSetUp, Endpoint
+from kvserve.protocols.client_configs import CLAUDE_ELSEWHERE, CLIENTS, NO_KEY, ClientSetUp, Endpoint
 from tests.cli.running import run, told
 from tests.e2e import pasted
 from tests.web.fakes import eventually

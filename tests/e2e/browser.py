@@ -83,9 +83,25 @@ class Page:
         """Text into what has the focus."""
         self._call("Input.insertText", text=text)
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a picture."""
-        shot = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    def point(self, selector: str, across: float, down: float, *, clicks: bool = False) -> None:
+        """Move the pointer to a place of an element, in parts of its width and height, and click there if so wished."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.value(f"{found}.scrollIntoView({{block: 'center'}})")
+        box = self.value(f"(({{ x, y, width, height }}) => [x, y, width, height])({found}.getBoundingClientRect())")
+        place = {"x": box[0] + across * box[2], "y": box[1] + down * box[3]}
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        for kind in ("mousePressed", "mouseReleased") if clicks else ():
+            self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def allow_clipboard(self) -> None:
+        """What a person is asked once."""
+        self._call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+
+    def screenshot(self, path: Path, *, height: int | None = None) -> None:
+        """The whole page as a picture, or its first lines of pixels."""
+        width = self.value("document.documentElement.clientWidth")
+        clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}} if height is not None else {}
+        shot = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, **clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

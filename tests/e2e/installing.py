@@ -35,6 +35,9 @@ PYTHON_PACKAGES = {
     "mini": (("mini-swe-agent==2.4.6", "mcp"), "mini"),
 }
 """Folder -> what pip installs into an environment of its own there, and the program that is wanted of it."""
+LIBRARIES = {"axe": ("axe-core@4.14.1", "axe-core/axe.min.js")}
+"""Folder -> what npm installs there that is no program, and its file."""
+NPM = {folder: package for folder, (package, _) in (PACKAGES | LIBRARIES).items()}
 INSTALL_SECONDS = 400
 
 
@@ -64,8 +67,8 @@ def python_program(folder: str) -> Path:
 
 def wanted_version(folder: str) -> str:
     """The version that is tried."""
-    if folder in PACKAGES:
-        return PACKAGES[folder][0].rpartition("@")[2]
+    if folder in NPM:
+        return NPM[folder].rpartition("@")[2]
     return PYTHON_PACKAGES[folder][0][0].rpartition("==")[2]
 
 
@@ -74,8 +77,19 @@ def install(folder: str) -> None:
 
     Packages that ask for a newer Node than the machine's are installed with ours.
     """
-    package, program = PACKAGES[folder]
-    if (programs(folder) / program).exists() and _is_of(wanted_version(folder), _npm_version(folder)):
+    _install_by_npm(folder, programs(folder) / PACKAGES[folder][1])
+
+
+def library(folder: str) -> Path:
+    """The file of one of npm's libraries, installed like a program. Skips the test where npm cannot."""
+    file = clients_home() / folder / "node_modules" / LIBRARIES[folder][1]
+    _install_by_npm(folder, file)
+    return file
+
+
+def _install_by_npm(folder: str, wanted: Path) -> None:
+    package = NPM[folder]
+    if wanted.exists() and _is_of(wanted_version(folder), _npm_version(folder)):
         return
     npm = shutil.which("npm")
     if npm is None:
@@ -90,7 +104,7 @@ def install(folder: str) -> None:
 
 
 def _npm_version(folder: str) -> str:
-    name = PACKAGES[folder][0].rpartition("@")[0]
+    name = NPM[folder].rpartition("@")[0]
     package = clients_home() / folder / "node_modules" / name / "package.json"
     return str(json.loads(package.read_text("utf-8"))["version"]) if package.exists() else ""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvserve.core import RequestId
-from kvserve.observe.dashboard import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, Activity
+from kvserve.observe.dashboard import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, SPEED_SECONDS, Activity, Speed
 from kvserve.requests.request_facts import RequestFacts, RunningFacts
 
 
@@ -77,3 +77,38 @@ def test_first_tokens_are_summed_up() -> None:
     times = activity.first_token_times()
     assert times is not None and (times.num_requests, times.newest) == (100, 0.98)
     assert times.median < times.p95 < 1.0
+
+
+def test_the_speed_is_that_of_the_last_seconds() -> None:
+    """Of all requests, also of those that ended meanwhile; nothing for whoever asks first, or once nothing runs."""
+    clock = Clock()
+    activity, one = Activity(Clock(), clock), Request(RequestId("one"))
+    activity.begin(one)
+    assert activity.speed() == Speed()
+    clock.seconds += 2
+    one.num_done = 80
+    assert activity.speed() == Speed(40.0, 0.0)
+    clock.seconds += 2
+    activity.end(facts("one", num_prefilled_tokens=100, num_completion_tokens=20))
+    assert activity.speed() == Speed(25.0, 5.0)
+    clock.seconds += SPEED_SECONDS + 1
+    assert activity.speed() == Speed()
+
+
+def test_a_request_that_ends_while_somebody_looks_counts_once() -> None:
+    """It was running at the moment of the look, and is not in the totals of that moment."""
+    clock = Clock()
+    activity = Activity(Clock(), clock)
+
+    class Ending(Request):
+        @property
+        def progress(self) -> RunningFacts:
+            activity.end(facts("one", num_prefilled_tokens=self.num_done))
+            return RunningFacts(self.request_id, "chat", "tiny", None, "prefill", 100, self.num_done, 0, 0, 0.5)
+
+    activity.speed()
+    activity.begin(Ending(RequestId("one"), 80))
+    clock.seconds += 2
+    assert activity.speed() == Speed(40.0, 0.0)
+    clock.seconds += 2
+    assert activity.speed() == Speed(20.0, 0.0)

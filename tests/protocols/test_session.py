@@ -90,3 +90,29 @@ def test_a_mistyped_hint_is_named(body: dict[str, object], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read_session(body, {})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("sent", "client"),
+    [
+        ("claude-cli/2.1.331 (external, cli)", "claude-cli/2.1.331"),
+        ("OpenAI/Python 1.109.1", "OpenAI/Python 1.109.1"),
+        ("codex_cli_rs/0.169.0 (Linux 6.1; x86_64) unknown", "codex_cli_rs/0.169.0"),
+        ("ai-sdk/openai-compatible/1.0.0", "ai-sdk/openai-compatible/1.0.0"),
+        ("opencode/0.3.0-dev.12 ai-sdk", "opencode/0.3.0-dev.12"),
+        ("node", ""),
+        ("sk-live-abc123", ""),
+        ("sk-live-abc123/1.0", ""),
+        ("alice.smith", ""),
+        ("curl/8.5.0-alice", ""),
+        ("", ""),
+        ("please fix my house", ""),
+        ("house/4711-is-my-secret-number-of-old", ""),
+        ("x" * 33 + "/1.0", ""),
+        ("caf\u00e9/1.0", ""),
+    ],
+)
+def test_a_client_is_known_by_its_product(sent: str, client: str) -> None:
+    """Name and version at the beginning of its User-Agent; whatever else stands there is read by nobody."""
+    assert read_session({}, {"user-agent": sent}).client == client
+    assert read_session({}, {}).client == ""

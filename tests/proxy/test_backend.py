@@ -101,7 +101,10 @@ def _whole(sent: list[Message]) -> bytes:
         ("POST", "/v1/cache/prewarm"),
         ("GET", f"/v1/models/{SERVED}"),
         ("GET", "/v1/models/nobody/knows"),
+        ("GET", "/"),
         ("GET", "/dashboard"),
+        ("GET", "/dashboard/sessions/unknown"),
+        ("POST", "/v1/models/load"),
         *(("GET", f"/dashboard/{name}") for name in FILES),
         ("GET", "/dashboard/../v1/cache"),
     ],
@@ -115,6 +118,12 @@ def test_the_answer_is_the_servers_own(served: Served, method: str, path: str) -
     kept = ("content-type", "content-length", "content-security-policy", "cache-control")
     assert {name: headers.get(name) for name in kept} == {name: there.headers.get(name) for name in kept}
     assert headers["x-request-id"].startswith("req")
+
+
+def test_the_root_leads_a_browser_on_here_too(served: Served) -> None:
+    """To the dashboard of the port that was asked."""
+    status, headers, _ = ask(served, scope_of("GET", "/", accept="text/html"))
+    assert (status, headers["location"]) == (302, "/dashboard")
 
 
 def test_what_is_to_be_forgotten_is_forgotten(served: Served) -> None:

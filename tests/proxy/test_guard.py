@@ -286,7 +286,7 @@ def test_the_key_is_needed_but_for_health() -> None:
             assert bool(kvserve.seen) == (route.way == "direct") != bool(litellm.seen)
     assert [path for path, route in ROUTES.items() if not route.needs_key] == [
         *("/health/readiness", "/health/liveliness"),
-        *("/health", "/dashboard", "/dashboard/*"),
+        *("/health", "/", "/dashboard", "/dashboard/*"),
     ]
 
 
@@ -407,7 +407,7 @@ def test_a_warm_up_that_hangs_does_not_keep_the_proxy_from_starting(monkeypatch:
 def test_routes_are_exact() -> None:
     """No prefix and no other method opens a path."""
     assert find_route("POST", CHAT) == replace(ROUTES[CHAT], path=CHAT)
-    for path in ("/", "/v1", "//v1/models", "/v1/models/", "/openai/v1/models", "/V1/MODELS"):
+    for path in ("//", "/v1", "//v1/models", "/v1/models/", "/openai/v1/models", "/V1/MODELS"):
         with pytest.raises(NotFound):
             find_route("GET", path)
     with pytest.raises(MethodNotAllowed):

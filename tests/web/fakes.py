@@ -159,8 +159,9 @@ class FakeService:
     def count_error(self, endpoint: str, status: int) -> None:
         self.errors.append((endpoint, status))
 
-    def clear_cache(self) -> None:
+    def clear_cache(self) -> bool:
         self.forgotten.append((None, None))
+        return True
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         self.forgotten.append((session, principal))

@@ -4,17 +4,22 @@ import json
 import re
 import threading
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvserve.core import JsonObject
+from kvserve.core import JsonObject, Turn
+from kvserve.errors import NotFound, NotReady
+from kvserve.protocols.client_configs import CLIENTS
 from kvserve.web import dashboard_pages
 from kvserve.web.dashboard_pages import FILES
 from tests.web.fakes import FakeService, RawClient, encode_request, eventually, serving
 
+VENDORED = "uPlot"
 FOLDER = Path(dashboard_pages.__file__).parent / "dashboard"
 
 
@@ -24,6 +29,30 @@ class WatchedService(FakeService):
 
     watchers: threading.Semaphore = field(default_factory=lambda: threading.BoundedSemaphore(2))
     num_looks: int = 0
+    num_steps: int = 0
+    is_loading: bool = False
+    never_loads: bool = False
+
+    def conversation(self, name: str) -> JsonObject:
+        if name == "unknown":
+            raise NotFound("No conversation of this name.")
+        return {"id": name, "turns": []}
+
+    def begin(self, turn: Turn) -> FakeService:
+        if not self.is_ready:
+            raise NotReady("The model is still loading.", retry_after_seconds=5)
+        return super().begin(turn)
+
+    def load(self, turn: Turn, served: object) -> Generator[None]:
+        if turn.model != self.name:
+            raise NotFound("No such model.", param="model")
+        self.is_loading = True
+        try:
+            while self.never_loads or self.num_steps < 2:
+                self.num_steps += 1
+                yield
+        finally:
+            self.is_loading = False
 
     def dashboard(self) -> JsonObject:
         self.num_looks += 1
@@ -141,6 +170,65 @@ def test_the_page_names_its_own_files_only() -> None:
         f"/dashboard/{name}" for name in FILES
     }
     assert {path.name for path in FOLDER.iterdir()} == set(FILES)
-    for name in FILES:
-        addresses = re.findall(r"(?:https?:)?//[\w.]+", (FOLDER / name).read_text("utf-8"))
-        assert [each for each in addresses if "www.w3.org" not in each and "://" in each] == []
+    for name in set(FILES) - {f"{VENDORED}.LICENSE.txt"}:
+        text = re.sub(r"\A/\*!.*?\*/", "", (FOLDER / name).read_text("utf-8"))  # where a library says who made it
+        assert [each for each in re.findall(r"https?://[\w.]+", text) if "www.w3.org" not in each] == []
+
+
+def test_what_others_wrote_is_named_with_its_version_and_licence() -> None:
+    """The library stands there as it was published; its licence names the version that the script has."""
+    licence = (FOLDER / f"{VENDORED}.LICENSE.txt").read_text("utf-8")
+    version = re.search(r"\(v([\d.]+)\)", (FOLDER / f"{VENDORED}.iife.min.js").read_text("utf-8"))
+    assert version is not None and licence.startswith(f"uPlot {version[1]} ") and "MIT License" in licence
+
+
+def test_the_root_leads_a_browser_to_the_page() -> None:
+    """Anybody else is told that the server runs, without a key, as probes of local servers expect."""
+    with serving(WatchedService(), api_key="secret") as served, served.connect() as client:
+        led = client.request("GET", "/", None, {"Accept": "text/html,application/xhtml+xml;q=0.9"})
+        assert (led.status, led.headers["location"], led.body) == (302, "/dashboard", b"")
+        told = client.request("GET", "/", None, {"Accept": "*/*"})
+        assert (told.status, told.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+        assert b"kvserve is running" in told.body
+        assert led.headers["cache-control"] == told.headers["cache-control"] == "no-store"
+        assert client.request("HEAD", "/").status == 200
+        assert client.request("POST", "/", {}).status in (401, 405)
+
+
+def test_turns_and_snippets_want_the_key() -> None:
+    """What the page fetches besides its events is protected as these are; an unknown conversation is a 404."""
+    key = {"Authorization": "Bearer secret"}
+    with serving(WatchedService(), api_key="secret") as served, served.connect() as client:
+        for path in ("/dashboard/sessions/abc", "/dashboard/clients"):
+            assert client.request("GET", path).status == 401
+        assert client.request("GET", "/dashboard/sessions/abc", None, key).json == {"id": "abc", "turns": []}
+        assert client.request("GET", "/dashboard/sessions/unknown", None, key).status == 404
+        told: Any = client.request("GET", "/dashboard/clients", None, key).json
+    assert [each["name"] for each in told["clients"]] == list(CLIENTS)
+    assert told["url"] == "http://localhost" and all("http://localhost" in each["text"] for each in told["clients"])
+    assert "API_KEY" in str(told) and "secret" not in str(told)
+
+
+def test_a_model_is_loaded_by_its_name() -> None:
+    """The answer comes once it is there, and whoever leaves gives up its place in the queue; other names are a 404, and
+    nothing happens without the key."""
+    service = WatchedService()
+    with serving(service, api_key="secret") as served, served.connect() as client:
+        key, body = {"Authorization": "Bearer secret"}, {"model": service.name}
+        with served.connect() as stranger:
+            assert stranger.request("POST", "/v1/models/load", body).status == 401
+        for wrong in ({"model": "other"}, {}, {"model": 7}):
+            assert client.request("POST", "/v1/models/load", wrong, key).status == 404
+        service.is_ready = False
+        early = client.request("POST", "/v1/models/load", body, key)
+        assert (early.status, early.headers["retry-after"]) == (503, "5"), "no model is known before the first one"
+        service.is_ready = True
+        assert service.num_steps == 0
+        loaded = client.request("POST", "/v1/models/load", body, key)
+        assert (loaded.status, loaded.json) == (200, {"model": service.name, "status": "loaded"})
+        assert service.num_steps == 2 and not service.is_loading
+        service.never_loads = True
+        with served.connect() as leaving:
+            leaving.send(encode_request("POST", "/v1/models/load", body, key))
+            assert eventually(lambda: service.is_loading)
+        assert eventually(lambda: not service.is_loading)

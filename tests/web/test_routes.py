@@ -144,7 +144,7 @@ def test_whose_words_are_forgotten(query: str, forgotten: list[tuple[str | None,
     assert served.service.forgotten == forgotten
     assert response.status == (200 if forgotten else 400)
     if forgotten:
-        assert response.json == {"status": "ok", **({"num_responses": 1} if query else {})}
+        assert response.json == {"status": "ok", **({"num_responses": 1} if query else {"is_done": True})}
     else:
         assert response.error["param"] in query
 

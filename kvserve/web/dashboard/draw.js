@@ -1,20 +1,13 @@
-// What the page is drawn with: elements without markup in strings, lists that keep what the reader has opened, numbers as a
-// person reads them, and the chart. It knows nothing of the server.
+// What the page is drawn with: elements without markup in strings, lists that keep what the reader has opened, and numbers
+// as a person reads them. It knows nothing of the server.
 
-const SVG = "http://www.w3.org/2000/svg";
+export const at = (id) => document.getElementById(id);
 
 /** An element with attributes and children; text is only ever text. */
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   element.append(...children);
-  return element;
-}
-
-function shape(name, attributes = {}, text = null) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (text !== null) element.textContent = text;
   return element;
 }
 
@@ -49,10 +42,28 @@ export function pairs(list, entries) {
     (child, [, text]) => say(child.lastElementChild, text));
 }
 
+/** A button that copies a text, where the browser allows that. */
+export function copyButton(text, label = "Copy") {
+  const button = make("button", { type: "button" }, label);
+  button.addEventListener("click", () => {
+    const copied = navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject(new Error("not here"));
+    copied.then(() => say(button, "Copied"), () => say(button, "Not allowed"));
+  });
+  return button;
+}
+
 export const plural = (number, word, words = `${word}s`) => `${count(number)} ${number === 1 ? word : words}`;
 export const count = (number) => Math.round(number).toLocaleString("en");
 export const percent = (part, whole) => (whole ? `${(Math.floor((1000 * part) / whole) / 10).toFixed(1)} %` : "-");
-export const seconds = (number) => (number < 10 ? `${number.toFixed(2)} s` : `${number.toFixed(1)} s`);
+export const rate = (number) => `${number < 100 ? number.toFixed(1) : count(number)} tok/s`;
+
+/** A time that something took. */
+export function seconds(number) {
+  if (number < 10) return `${number.toFixed(number && number < 0.095 ? 3 : 2)} s`;
+  if (number < 60) return `${number.toFixed(1)} s`;
+  if (number < 3600) return `${Math.floor(number / 60)} min ${Math.floor(number % 60)} s`;
+  return `${count(Math.floor(number / 3600))} h ${Math.floor((number % 3600) / 60)} min`;
+}
 
 export function short(number) {
   if (number < 10_000) return count(number);
@@ -72,43 +83,23 @@ export function bytes(number) {
 export function ago(number) {
   if (number < 2) return "just now";
   if (number < 120) return `${Math.round(number)} s ago`;
-  return number < 7200 ? `${Math.round(number / 60)} min ago` : `${Math.round(number / 3600)} h ago`;
+  if (number < 7200) return `${Math.round(number / 60)} min ago`;
+  return number < 172_800 ? `${Math.round(number / 3600)} h ago` : `${Math.round(number / 86_400)} days ago`;
 }
 
-/** Bars of reused (solid, below) and computed (hatched, above) tokens per minute, and the share that was reused as a line. */
-export function chart(minutes, sentence, width) {
-  const [height, left, bottom] = [150, 44, 18];
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": sentence });
-  svg.append(shape("title", {}, sentence), hatching());
-  const most = Math.max(2, ...minutes.map((minute) => minute.prompt));
-  const step = (width - left) / minutes.length;
-  const y = (share) => (height - bottom) * (1 - share) + 4 * share;
-  for (const share of [0, 0.5, 1]) {
-    svg.append(shape("line", { class: "axis", x1: left, x2: width, y1: y(share), y2: y(share) }));
-    svg.append(shape("text", { x: 0, y: y(share) + (share ? 8 : 0) }, short(most * share)));
-  }
-  const points = [];
-  minutes.forEach((minute, index) => {
-    if (!minute.prompt) return;
-    const x = left + index * step + 1;
-    const [reused, all] = [minute.cached / most, minute.prompt / most];
-    const bar = { x, width: Math.max(1, step - 2) };
-    svg.append(shape("rect", { ...bar, class: "computed", y: y(all), height: y(reused) - y(all) }));
-    svg.append(shape("rect", { ...bar, fill: "url(#hatch)", y: y(all), height: y(reused) - y(all) }));
-    svg.append(shape("rect", { ...bar, class: "reused", y: y(reused), height: y(0) - y(reused) }));
-    points.push([x + step / 2 - 1, y(minute.cached / minute.prompt)]);
-  });
-  svg.append(shape("polyline", { class: "share", points: points.map((point) => point.join()).join(" ") }));
-  for (const [cx, cy] of points) svg.append(shape("circle", { class: "point", cx, cy, r: 3 }));
-  svg.append(shape("text", { x: left, y: height - 3 }, `${minutes.length} min ago`));
-  svg.append(shape("text", { x: width - 24, y: height - 3 }, "now"));
-  return svg;
+export const clock = (time) => new Date(time * 1000).toTimeString().slice(0, 8);
+
+export const dayTime = (time) => `${new Date(time * 1000).toLocaleDateString("en", { weekday: "short" })} ${clock(time).slice(0, 5)}`;
+
+const PROGRAMS = { "claude-cli": "Claude Code", codex_cli_rs: "Codex", codex_exec: "Codex", "codex-tui": "Codex" };
+
+/** A client by what its User-Agent begins with. */
+export function clientName(product) {
+  if (!product) return "unknown client";
+  const cut = product.lastIndexOf("/");
+  const [name, version] = [product.slice(0, cut), product.slice(cut + 1)];
+  return `${PROGRAMS[name] ?? name}${version ? ` ${version}` : ""}`;
 }
 
-function hatching() {
-  const pattern = shape("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-  pattern.append(shape("line", { class: "hatch", x1: 0, x2: 0, y1: 0, y2: 6 }));
-  const definitions = shape("defs");
-  definitions.append(pattern);
-  return definitions;
-}
+/** A model by the end of its path. */
+export const modelName = (name) => name.split("/").filter(Boolean).at(-1) ?? name;

@@ -1,26 +1,27 @@
 // The dashboard: follows /dashboard/events and shows each of its events. What is shown stands in one event; nothing is
-// added up here but minutes of the last hour. The API key, where one is wanted, stays in this tab.
+// added up here but the steps of the time that is looked at.
 
-import { ago, bytes, chart, count, keep, make, pairs, percent, plural, say, seconds, short } from "./draw.js";
-
-const KEY = "kvserve-api-key";
-const NUM_MINUTES = 60;
-const at = (id) => document.getElementById(id);
+import { ask, dropKey, keepKey } from "./api.js";
+import { Plot, activityOptions } from "./charts.js";
+import { showModels } from "./controls.js";
+import { ago, at, bytes, clientName, clock, copyButton, count, dayTime, keep, make, modelName, pairs, percent, plural, rate, say, seconds, short } from "./draw.js";
+import { showSessions } from "./sessions.js";
 
 // --- following ---------------------------------------------------------------------------------------------------------
 
 async function follow() {
   for (;;) {
     try {
-      const key = sessionStorage.getItem(KEY);
-      const headers = key ? { Authorization: `Bearer ${key}` } : {};
-      const response = await fetch("/dashboard/events", { headers, cache: "no-store" });
+      const response = await ask("/dashboard/events");
       if (response.status === 401) return askForKey();
       if (!response.ok) throw new Error(`the server answers ${response.status}`);
-      say(at("link"), "\u25CF live");
+      isLive = true;
+      sayLink();
       await read(response.body);
+      isLive = false;
       say(at("link"), "\u25CB the server has ended the stream, trying again");
     } catch (error) {
+      isLive = false;
       say(at("link"), `\u25CB not connected (${error.message}), trying again`);
     }
     await new Promise((resolve) => setTimeout(resolve, 2000));
@@ -36,13 +37,13 @@ async function read(body) {
     const events = (text + value).split("\n\n");
     text = events.pop();
     for (const event of events) {
-      if (event.startsWith("data: {")) show(JSON.parse(event.slice(6)));
+      if (event.startsWith("data: {")) hear(JSON.parse(event.slice(6)));
     }
   }
 }
 
 function askForKey() {
-  sessionStorage.removeItem(KEY);
+  dropKey();
   say(at("link"), "\u25CB the API key is missing or wrong");
   at("key-form").hidden = false;
   at("key").focus();
@@ -50,105 +51,152 @@ function askForKey() {
 
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, at("key").value);
+  keepKey(at("key").value);
   at("key").value = "";
   at("key-form").hidden = true;
   follow();
 });
 
-// --- showing -----------------------------------------------------------------------------------------------------------
-
 let newest = null;
+let isLive = false;
+let isPaused = false;
 
-function show(state) {
+const sayLink = () => say(at("link"), isPaused ? "\u275A\u275A paused" : "\u25CF live");
+
+at("pause").addEventListener("click", () => {
+  isPaused = !isPaused;
+  at("pause").setAttribute("aria-pressed", String(isPaused));
+  if (isLive) sayLink();
+  if (newest && !isPaused) show(newest);
+});
+
+function hear(state) {
   if (state.error) return;
   newest = state;
-  say(at("model"), `${state.health.model} (${state.health.status})`);
-  const minutes = lastMinutes(state);
-  showFigures(state, minutes);
-  showHistory(minutes);
+  if (!isPaused) show(state);
+}
+
+// --- showing -----------------------------------------------------------------------------------------------------------
+
+let shown = null;
+
+function show(state) {
+  shown = state;
+  const { health } = state;
+  say(at("model"), `${modelName(health.model)} (${health.status})`);
+  at("model").title = health.model;
+  showNumbers(state);
+  showHistory(state);
   showRunning(state.running);
   showMisses(state);
-  showSessions(state.sessions);
-  showMemory(state.cache ?? {}, state.health);
+  showSessions(state.conversations);
+  const covered = state.kept.since === null ? "" : `of the last ${plural(state.kept.num_requests, "request")}, since ${dayTime(state.kept.since)}`;
+  say(at("sessions-of"), covered);
+  say(at("misses-of"), covered);
+  showLast(state.last);
+  showMemory(state);
+  showModels(health);
   showCounters(state);
-  const text = state.shows_text ? "Text around differences is shown (DASHBOARD_SHOW_TEXT)." : "No prompt text is shown.";
-  say(at("foot"), `kvserve ${state.health.version}, up ${ago(state.health.uptime_seconds).replace(" ago", "")}. ${text}`);
+  const text = state.shows_text ? "First words of sessions are shown (DASHBOARD_SHOW_TEXT)." : "No words of prompts are shown.";
+  say(at("foot"), `kvserve ${health.version}, up ${ago(health.uptime_seconds).replace(" ago", "")}. ${text}`);
 }
 
-/** Sums per minute, the oldest first, also of minutes in which nothing ended. */
-function lastMinutes(state) {
-  const now = Math.floor(state.time / 60);
-  const minutes = Array.from({ length: NUM_MINUTES }, (_, index) => (
-    { minute: now - NUM_MINUTES + 1 + index, requests: 0, prompt: 0, cached: 0, generated: 0 }));
-  for (const [time, requests, prompt, cached, generated] of state.history) {
-    const minute = minutes[Math.floor(time / 60) - now + NUM_MINUTES - 1];
-    if (!minute) continue;
-    minute.requests += requests;
-    minute.prompt += prompt;
-    minute.cached += cached;
-    minute.generated += generated;
-  }
-  return minutes;
+// --- the three numbers -------------------------------------------------------------------------------------------------
+
+const RANGES = {
+  hour: { name: "last hour", seconds: 3_600, step: 60, each: "minute" },
+  day: { name: "last 24 hours", seconds: 86_400, step: 600, each: "10 minutes" },
+  week: { name: "last 7 days", seconds: 7 * 86_400, step: 3_600, each: "hour" },
+};
+let range = "day";
+
+at("ranges").addEventListener("change", (event) => {
+  range = event.target.value;
+  if (!shown) return;
+  showNumbers(shown);
+  showHistory(shown);
+});
+
+function showNumbers(state) {
+  const steps = state.activity[range] ?? [];
+  const sum = (place) => steps.reduce((total, step) => total + step[place], 0);
+  const [requests, cached, saved] = [sum(1), sum(3), sum(5)];
+  const prompt = cached + sum(6); // a prompt that nobody waited for was neither reused nor computed
+  say(at("reused"), percent(cached, prompt));
+  say(at("reused-of"), prompt ? `${short(cached)} of ${short(prompt)} tokens in ${plural(requests, "request")}, ${RANGES[range].name}` : `no request in the ${RANGES[range].name}`);
+  say(at("saved"), prompt ? `about ${seconds(saved)}` : "-");
+  say(at("saved-of"), "of prefill, at the speed that was measured here");
+  const { num_running: running, num_waiting: waiting } = state.health;
+  say(at("now"), waiting ? `${running} and ${waiting} waiting` : String(running));
+  const { prefill, decode } = state.speed;
+  const newest = (name) => state.last.find((request) => request[`${name}_rate`] !== null)?.[`${name}_rate`];
+  const before = ["prefill", "decode"].filter((name) => newest(name) !== undefined).map((name) => `${name} ${rate(newest(name))}`).join(", ");
+  say(at("now-of"), running || prefill || decode ? `prefill ${rate(prefill)}, decode ${rate(decode)}` : before ? `measured last: ${before}` : "prefill and decode: nothing measured yet");
 }
 
-function sums(minutes) {
-  const sum = (name) => minutes.reduce((total, minute) => total + minute[name], 0);
-  return { requests: sum("requests"), prompt: sum("prompt"), cached: sum("cached"), generated: sum("generated") };
+// --- the chart ---------------------------------------------------------------------------------------------------------
+
+let steps = [];
+let plot = null;
+
+/** All steps of the range, the oldest first, also those in which nothing ended. */
+function stepsOf(state) {
+  const { step, seconds: length } = RANGES[range];
+  const last = Math.floor(state.time / step) * step;
+  const known = new Map(state.activity[range].map((each) => [each[0] * 60, each]));
+  return Array.from({ length: length / step }, (_, index) => {
+    const time = last - length + step + index * step;
+    const [, requests, , cached, generated, saved, computed] = known.get(time) ?? [0, 0, 0, 0, 0, 0, 0];
+    return { time, requests, prompt: cached + computed, cached, generated, saved };
+  });
 }
 
-function showFigures(state, minutes) {
-  const hour = sums(minutes);
-  const first = state.first_token_seconds;
-  const { health } = state;
-  const figures = [
-    ["Prompt reused, last hour", percent(hour.cached, hour.prompt)],
-    ["Requests, last hour", count(hour.requests)],
-    ["Tokens reused", short(hour.cached)],
-    ["Tokens computed", short(hour.prompt - hour.cached)],
-    ["Tokens written", short(hour.generated)],
-    ["First token, median", first ? seconds(first.median) : "-"],
-    ["First token, slowest 5\u00A0%", first ? seconds(first.p95) : "-"],
-    ["Running and waiting", `${health.num_running} and ${health.num_waiting}`],
-  ];
-  const warmed = state.cache?.num_warmed_tokens;
-  if (warmed !== undefined) figures.push(["Computed ahead of time", short(warmed)]);
-  const won = state.cache?.warming?.num_used_tokens;
-  if (won !== undefined) figures.push(["Of these used by requests", short(won)]);
-  const drafts = state.cache?.speculation;
-  if (drafts?.num_drafted_tokens) {
-    figures.push(["Tokens a step, where drafted", drafts.tokens_per_step.toFixed(1)],
-      ["Drafted tokens that were right", percent(drafts.num_accepted_tokens, drafts.num_drafted_tokens)],
-      [drafts.seconds_saved < 0 ? "Time lost by drafts" : "Time saved by drafts", seconds(Math.abs(drafts.seconds_saved))]);
-  }
-  pairs(at("figures"), figures);
-}
+const timeText = (time) => {
+  const date = new Date(time * 1000);
+  return range === "week" ? date.toLocaleDateString("en", { weekday: "short", day: "numeric" }) : date.toTimeString().slice(0, 5);
+};
 
-function showHistory(minutes) {
-  const hour = sums(minutes);
-  const sentence = `Last hour: ${count(hour.cached)} of ${count(hour.prompt)} prompt tokens reused, ${percent(hour.cached, hour.prompt)}.`;
-  at("chart").replaceChildren(chart(minutes, sentence, Math.max(280, at("chart").clientWidth)));
-  const busy = minutes.filter((minute) => minute.requests).reverse();
-  keep(at("history"), busy, (minute) => minute.minute,
+function showHistory(state) {
+  steps = stepsOf(state);
+  const busy = steps.filter((step) => step.prompt);
+  const cached = busy.reduce((total, step) => total + step.cached, 0);
+  const prompt = busy.reduce((total, step) => total + step.prompt, 0);
+  at("chart").setAttribute("aria-label", `${RANGES[range].name}: ${count(cached)} of ${count(prompt)} prompt tokens reused, ${percent(cached, prompt)}; the table below has each ${RANGES[range].each}.`);
+  plot ??= new Plot(at("chart"), () => activityOptions(220, () => `tokens per ${RANGES[range].each}`, () => steps[0].time,
+    () => steps.at(-1).time + RANGES[range].step, timeText), sayStep);
+  if (plot.range !== range) plot.look = "";
+  plot.range = range;
+  plot.draw([
+    steps.map((step) => step.time),
+    steps.map((step) => step.prompt || null),
+    steps.map((step) => (step.prompt ? step.cached : null)),
+    steps.map((step) => (step.prompt ? (100 * step.cached) / step.prompt : null)),
+  ]);
+  keep(at("history"), busy.reverse(), (step) => step.time,
     () => make("tr", {}, make("th", { scope: "row" }), make("td"), make("td"), make("td"), make("td")),
-    (row, minute) => {
-      const time = new Date(minute.minute * 60_000).toTimeString().slice(0, 5);
-      const cells = [time, count(minute.requests), count(minute.cached), count(minute.prompt - minute.cached),
-        percent(minute.cached, minute.prompt)];
+    (row, step) => {
+      const day = range === "hour" ? "" : `${new Date(step.time * 1000).toLocaleDateString("en", { weekday: "short" })} `;
+      const cells = [day + clock(step.time).slice(0, 5), count(step.requests), count(step.cached), count(step.prompt - step.cached), percent(step.cached, step.prompt)];
       cells.forEach((text, index) => say(row.children[index], text));
     });
 }
 
-// The chart's letters keep their size: it is drawn anew for another width, not stretched.
-addEventListener("resize", () => newest && showHistory(lastMinutes(newest)));
+function sayStep(index) {
+  const step = index === null || index === undefined ? null : steps[index];
+  say(at("hover"), step ? `${timeText(step.time)}, ${clock(step.time).slice(0, 5)} to ${clock(step.time + RANGES[range].step).slice(0, 5)}: ${plural(step.requests, "request")}, `
+    .replace(/^(\d\d:\d\d), /, "") + `${count(step.cached)} tokens reused, ${count(step.prompt - step.cached)} computed (${percent(step.cached, step.prompt)} reused), about ${seconds(step.saved)} saved`
+    : "Point at a bar to read its numbers.");
+}
+
+// --- what runs, and what was lost --------------------------------------------------------------------------------------
 
 const STAGES = { waiting: "waits", prefill: "reads the prompt", decode: "writes" };
 
-const stage = (request) => (request.stage === "waiting for model" ? `waits for ${request.model}` : STAGES[request.stage]);
+const stage = (request) => (request.stage === "waiting for model" ? `waits for ${modelName(request.model)}` : STAGES[request.stage]);
 
 function showRunning(running) {
   say(at("num-running"), running.length ? `(${running.length})` : "");
-  at("no-running").hidden = running.length > 0;
+  at("running-box").hidden = running.length === 0;
   keep(at("running"), running, (request) => request.request_id,
     () => make("li", {}, make("div", {}, make("span", { class: "name" }), " ", make("span")), make("progress"), make("div", { class: "soft" })),
     (row, request) => {
@@ -164,130 +212,135 @@ function showRunning(running) {
     });
 }
 
-function showMisses(state) {
-  const { misses } = state;
-  say(at("num-misses"), misses.length ? `(last ${misses.length})` : "");
-  at("no-misses").hidden = misses.length > 0;
-  keep(at("misses"), misses, (miss) => miss.request_id, createMiss, () => {});
+const ROLES = { system: "the system prompt", developer: "the developer's message", user: "a user's message", assistant: "an answer",
+  tool: "a tool's result", tools: "the tools", prompt: "the prompt", template: "the template" };
+
+function showMisses({ losses, misses }) {
+  const all = [...losses.groups, ...losses.rest];
+  const time = losses.seconds ? `, about ${seconds(losses.seconds)}` : "";
+  say(at("num-misses"), all.length ? `${short(losses.num_tokens)} tokens that could have been kept${time},` : "");
+  at("no-misses").hidden = all.length > 0;
+  const name = (group) => `${group.cause}|${group.role}|${group.looks_like}`;
+  const places = new Map(misses.map((miss) => [miss.request_id, miss.first_difference]));
+  const list = (id, groups) => keep(at(id), groups, name, createMiss, (item, group) => updateMiss(item, group, losses.num_tokens, places.get(group.newest)));
+  list("misses", losses.groups);
+  at("rest-box").hidden = losses.rest.length === 0;
+  const rest = losses.rest.reduce((total, group) => total + group.num_tokens, 0);
+  say(at("rest-head"), `${plural(losses.rest.length, "other cause")}, each below 5 %: ${short(rest)} tokens`);
+  list("rest", losses.rest);
 }
 
-function createMiss(miss) {
-  const summary = make("summary", {}, make("span", { class: "cause" }, miss.cause), ` ${place(miss.first_difference)} `,
-    make("code", {}, miss.request_id.slice(0, 12)));
-  const details = make("details", {}, summary, make("p", {}, miss.summary), wholeId(miss.request_id));
-  if (miss.remedy) details.append(make("p", {}, make("strong", {}, "What would mend it: "), miss.remedy));
-  const facts = [`${count(miss.cached_tokens)} of ${count(miss.num_prompt_tokens)} tokens reused from ${source(miss)}.`];
-  if (miss.rules.length) facts.push(`Rules: ${miss.rules.map((rule) => `${rule} (${miss.policies[rule] ?? "fixed"})`).join(", ")}.`);
-  details.append(make("p", { class: "soft" }, facts.join(" ")));
-  if (miss.first_difference?.before !== undefined) {
-    details.append(make("pre", {}, `before: ${miss.first_difference.before}\nnow:    ${miss.first_difference.after}`));
-  }
-  return make("li", {}, details);
+const createMiss = () => make("li", { class: "miss" }, make("p", { class: "cost" }, make("strong"), make("span", { class: "soft" })),
+  make("p", {}, make("span", { class: "cause" }), make("span")), make("p", {}, make("strong", {}, "Mend it: "), make("span")),
+  make("details", {}, make("summary", { class: "soft" }), make("p"), make("pre"), make("p", { class: "soft" }, "Newest request ", make("code", { class: "id" }), " ")));
+
+function updateMiss(item, group, all, place) {
+  const [cost, head, mend, details] = item.children;
+  const where = ROLES[group.role] && group.cause !== "tools changed" ? ` in ${ROLES[group.role]}` : "";
+  say(head.children[0], group.cause);
+  say(head.children[1], group.looks_like === "tools in another order" ? ", in another order" : where + (group.looks_like ? `: ${group.looks_like}` : ""));
+  say(cost.children[0], `${short(group.num_tokens)} tokens${group.seconds ? `, about ${seconds(group.seconds)}` : ""}`);
+  say(cost.children[1], `${percent(group.num_tokens, all)} of all that was lost`);
+  mend.hidden = !group.remedy;
+  say(mend.children[1], group.remedy);
+  const [summary, told, text, newest] = details.children;
+  text.hidden = place?.before === undefined; // the server sends it only where that is allowed
+  say(text, text.hidden ? "" : `before: ${place.before}\nnow:    ${place.after}`);
+  say(summary, `${plural(group.num_requests, "request")} of ${group.clients.map(clientName).join(", ")}`);
+  say(told, group.summary);
+  if (newest.children[0].textContent === group.newest) return;
+  say(newest.children[0], group.newest);
+  newest.children[1]?.remove();
+  newest.append(copyButton(group.newest));
 }
 
-/** The whole id, for whoever looks it up: one click selects it, or copies it where the browser allows that. */
-function wholeId(id) {
-  const line = make("p", { class: "soft" }, "Request ", make("code", { class: "id" }, id));
-  if (navigator.clipboard) {
-    const button = make("button", { type: "button" }, "Copy");
-    button.addEventListener("click", () => navigator.clipboard.writeText(id).then(() => say(button, "Copied"), () => say(button, "Not allowed")));
-    line.append(" ", button);
-  }
-  return line;
-}
+// --- the last requests -------------------------------------------------------------------------------------------------
 
-function place(difference) {
-  if (!difference) return "";
-  if (difference.tool) return `at tool ${difference.tool}, character ${count(difference.char)}`;
-  if (difference.role === "prompt") return `at character ${count(difference.char)}`;
-  const message = difference.message_index === null ? "a message" : `message ${difference.message_index}`;
-  return `at ${message} (${difference.role}), character ${count(difference.char)}`;
-}
+const done = (request) => request.num_cached_tokens + request.num_prefilled_tokens;
+const COLUMNS = [
+  ["Time", (request) => request.ended_at, (request) => clock(request.ended_at)],
+  ["Client", (request) => clientName(request.client).toLowerCase(), (request) => clientName(request.client)],
+  ["Model", (request) => modelName(request.model), (request) => modelName(request.model)],
+  ["In", (request) => request.num_prompt_tokens, (request) => count(request.num_prompt_tokens)],
+  ["Reused", (request) => request.num_cached_tokens / (done(request) || 1), (request) => percent(request.num_cached_tokens, done(request))],
+  ["Out", (request) => request.num_generated_tokens, (request) => count(request.num_generated_tokens)],
+  ["First token", (request) => request.first_token_seconds ?? -1, (request) => (request.first_token_seconds === null ? "-" : seconds(request.first_token_seconds))],
+  ["Tok/s", (request) => request.decode_rate ?? -1, (request) => (request.decode_rate === null ? "-" : request.decode_rate.toFixed(1))],
+  ["Cause", (request) => request.cause, (request) => request.cause || "-"],
+];
+const WORDS = new Set(["Client", "Model", "Cause"]); // sorted from A to Z first, numbers from the largest
+let sorting = { column: 0, isDown: true };
 
-const source = (miss) => (miss.tier === "nothing" ? "nowhere" : `${shorter(miss.source)} (${miss.tier})`);
+COLUMNS.forEach(([name], column) => {
+  const button = make("button", { type: "button" }, name);
+  button.addEventListener("click", () => {
+    sorting = { column, isDown: sorting.column === column ? !sorting.isDown : !WORDS.has(name) };
+    if (shown) showLast(shown.last);
+  });
+  at("columns").append(make("th", { scope: "col", class: WORDS.has(name) || column === 0 ? "words" : "number" }, button));
+});
 
-/** A source with the beginning of its request's id, as the terminal shows it. */
-const shorter = (text) => text.replace(/^request (.{12}).*/, "request $1");
-
-// --- sessions ----------------------------------------------------------------------------------------------------------
-
-function showSessions(sessions) {
-  say(at("num-sessions"), sessions.length ? `(${sessions.length})` : "");
-  at("no-sessions").hidden = sessions.length > 0;
-  keep(at("sessions"), sessions, (session) => session.name, createSession, updateSession);
-}
-
-function createSession() {
-  const list = make("ul");
-  const details = make("details", { open: "" }, make("summary", {}, make("span", { class: "name" }), " ", make("span", { class: "soft" })), list);
-  return make("li", {}, details);
-}
-
-function updateSession(item, session) {
-  const [summary, list] = item.firstElementChild.children;
-  say(summary.children[0], session.name);
-  say(summary.children[1], `${plural(session.branches.length, "branch", "branches")}, ${ago(session.idle_seconds)}`);
-  showBranches(list, session.branches, null, new Set(session.branches.map((branch) => branch.id)));
-}
-
-/** The branches that left `parent`, each with its own below it; one whose parent is forgotten stands at the top. */
-function showBranches(list, branches, parent, known) {
-  const mine = branches.filter((branch) => (known.has(branch.parent) ? branch.parent : null) === parent);
-  keep(list, mine, (branch) => branch.id,
-    () => make("li", {}, make("div", {}, make("span"), make("div", { class: "soft" })), make("ul")),
-    (item, branch) => {
-      const [label, below] = item.children;
-      label.children[0].className = branch.parent === null ? "" : "fork";
-      const left = branch.parent === null ? "" : `, left branch ${branch.parent} after message ${branch.fork_message} (token ${count(branch.fork_token)})`;
-      say(label.children[0], `branch ${branch.id}: ${plural(branch.num_turns, "turn")}, ${plural(branch.num_messages, "message")}, ${count(branch.num_tokens)} tokens${left}`);
-      say(label.children[1], reused(branch));
-      showBranches(below, branches, branch.id, known);
-    });
-}
-
-function reused(branch) {
-  const { last } = branch;
-  if (!last) return ago(branch.idle_seconds);
-  const share = `${percent(last.num_cached_tokens, last.num_prompt_tokens)} reused`;
-  const from = last.tier === "nothing" ? "" : ` from ${shorter(last.source)} (${last.tier})`;
-  return `last turn ${share}${from}, ${last.cause}, ${ago(branch.idle_seconds)}`;
+function showLast(requests) {
+  const { column, isDown } = sorting;
+  Array.from(at("columns").children, (head, index) => (index === column ? head.setAttribute("aria-sort", isDown ? "descending" : "ascending") : head.removeAttribute("aria-sort")));
+  const value = COLUMNS[column][1];
+  const order = (one, other) => (value(one) < value(other) ? -1 : value(one) > value(other) ? 1 : 0);
+  const sorted = requests.toSorted((one, other) => (isDown ? -order(one, other) : order(one, other)));
+  say(at("num-last"), requests.length ? `(${requests.length})` : "");
+  keep(at("last"), sorted, (request) => request.request_id,
+    (request) => make("tr", { title: `${request.request_id}, ended: ${request.end}` }, ...COLUMNS.map(([name], column) => make("td", { class: WORDS.has(name) || column === 0 ? "words" : "number" }))),
+    (row, request) => COLUMNS.forEach(([, , text], index) => say(row.children[index], text(request))));
 }
 
 // --- memory and counters -----------------------------------------------------------------------------------------------
 
-function showMemory(cache, health) {
-  const meters = [["RAM", cache.ram_bytes, cache.max_ram_bytes, `, running requests ${bytes(cache.live_bytes ?? 0)}`],
-    ["Disk", cache.disk?.total_bytes, cache.disk?.max_bytes, `, this model's ${bytes(cache.disk_bytes ?? 0)}`]].filter(([, value]) => value !== undefined && value !== null);
-  meters.push(["All that MLX uses", health.active_memory_bytes, null, ""]);
+function showMemory({ cache, health, machine_bytes: machine }) {
+  const meters = [["MLX in use, of this machine's memory", health.active_memory_bytes, machine]];
+  if (health.memory) meters.push(["This model with all that it keeps, of its budget", health.memory.total_bytes, health.memory.budget_bytes]);
+  if (cache) meters.push(["Kept prompts (KV) in memory", cache.ram_bytes, cache.max_ram_bytes]);
+  if (cache?.disk) meters.push(["Kept prompts (KV) on disk, of all models", cache.disk.total_bytes, cache.disk.max_bytes]);
   keep(at("meters"), meters, ([name]) => name,
     ([name]) => make("div", {}, make("dt", {}, name), make("dd", {}, make("meter", { "aria-label": name }), make("div", { class: "soft" }))),
-    (child, [, value, limit, more]) => {
+    (child, [, value, limit]) => {
       const [meter, text] = child.lastElementChild.children;
-      meter.hidden = !limit;
       meter.max = limit || 1;
       meter.value = limit ? value : 0;
-      say(text, `${bytes(value)}${limit ? ` of ${bytes(limit)}` : ""}${more}`);
+      say(text, `${bytes(value)} of ${bytes(limit)} (${percent(value, limit)})`);
     });
 }
 
-const WORDS = {
-  num_segments: "Stored runs of KV", num_checkpoints: "Stored states", num_entries: "Stored ends",
-  num_evicted_tokens: "Tokens that have left", num_healing_entries: "Answers that can be healed",
+const COUNTERS = {
+  num_segments: "Stretches of prompts kept in memory",
+  num_checkpoints: "Copies of a model's state kept in memory",
+  num_entries: "Prompts that can be gone on from",
+  num_evicted_tokens: "Tokens that made room for others",
+  num_healing_entries: "Answers that are known word for word",
+};
+const FAULTS = {
+  vlm_retreat: "Prompts that reused less because of an image",
+  hybrid_trim_miss: "Prompts for which no copy of the state was there",
+  exact_key_rejected_by_model_lcp: "Messages that were the same and read differently",
 };
 
 function showCounters(state) {
   const cache = state.cache ?? {};
-  const entries = Object.entries(cache.counters ?? {});
-  if (cache.disk) entries.push(["Tokens back from disk", cache.disk.num_restored_tokens], ["Disk errors", cache.disk.num_errors]);
+  const first = state.first_token_seconds;
+  const entries = first ? [["First token, median", seconds(first.median)], ["First token, slowest 5\u00A0%", seconds(first.p95)]] : [];
   if (cache.warming) {
-    entries.push(["Tokens computed ahead in vain", cache.warming.num_wasted_tokens],
-      ["Seconds spent ahead of time", cache.warming.seconds]);
+    entries.push(["Tokens computed ahead", short(cache.num_warmed_tokens)], ["Of these used by requests", short(cache.warming.num_used_tokens)],
+      ["Of these in vain", short(cache.warming.num_wasted_tokens)], ["Time spent ahead", seconds(cache.warming.seconds)]);
   }
-  for (const [name, word] of Object.entries(WORDS)) {
-    if (cache[name] !== undefined) entries.push([word, cache[name]]);
+  const drafts = cache.speculation;
+  if (drafts?.num_drafted_tokens) {
+    entries.push(["Tokens a step, where drafted", drafts.tokens_per_step.toFixed(1)],
+      ["Drafted tokens that were right", percent(drafts.num_accepted_tokens, drafts.num_drafted_tokens)],
+      [drafts.seconds_saved < 0 ? "Time lost by drafts" : "Time saved by drafts", seconds(Math.abs(drafts.seconds_saved))]);
   }
-  for (const [cause, number] of Object.entries(state.causes)) entries.push([`Cause: ${cause}`, number]);
-  pairs(at("counters"), entries.map(([name, number]) => [name, count(number)]));
+  for (const [name, words] of Object.entries(COUNTERS)) if (cache[name] !== undefined) entries.push([words, count(cache[name])]);
+  if (cache.disk) entries.push(["Tokens read back from disk", short(cache.disk.num_restored_tokens)], ["Disk errors", count(cache.disk.num_errors)]);
+  for (const [name, words] of Object.entries(FAULTS)) if (cache.counters?.[name] !== undefined) entries.push([words, count(cache.counters[name])]);
+  for (const [cause, number] of Object.entries(state.causes)) entries.push([`Requests: ${cause}`, count(number)]);
+  pairs(at("counters"), entries);
 }
 
 follow();

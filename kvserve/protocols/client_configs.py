@@ -7,15 +7,21 @@ over variables, it is told in a form that wins over these files: no word of a co
 """
 
 import json
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from kvserve.core import JsonObject
 
 ANSWER_TOKENS = 8192
 """What an answer may have at the most; a quarter of a context that is short."""
 
 NO_KEY = "none"
 """Clients want one, also where the server asks for none."""
+
+SHOWN_FOLDER = Path("FOLDER")
+"""What stands for a client's folder where nothing is written."""
 
 MODEL = "local"
 PROVIDER = "kvserve"
@@ -232,3 +238,25 @@ CLIENTS: Mapping[str, KnownClient] = {
     "openclaw": KnownClient("openclaw", "npm install -g openclaw", _openclaw),
     "aider": KnownClient("aider", "pip install aider-chat", _aider),
 }
+
+
+def shell_text(found: ClientSetUp, folder: Path, arguments: Sequence[str] = ()) -> str:
+    """What a person would write themselves: files, then one line for a shell, with their own arguments behind it."""
+    files = [f"# {folder / name}\n{text}" for name, text in found.files.items()]
+    without = ["env", *(word for name in found.removed for word in ("-u", name))] if found.removed else []
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in found.variables.items()]
+    command = shlex.join([found.program, *found.arguments, *arguments])
+    return "\n".join([*files, " ".join([*without, *assigned, command])])
+
+
+def snippets(server: Endpoint) -> list[JsonObject]:
+    """All clients of the table: the command that starts one, how it is installed, and what to write by hand."""
+    return [
+        {
+            "name": name,
+            "launch": f"kvserve launch {name} --server-url {server.url}",
+            "install": client.install,
+            "text": shell_text(client.set_up(server, SHOWN_FOLDER), SHOWN_FOLDER),
+        }
+        for name, client in CLIENTS.items()
+    ]
