@@ -599,7 +599,8 @@ def test_allowed_pages_are_served(client: Client, backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "//", 404),
+        ("POST", "/", 405),
         ("POST", "/key/generate", 404),
         ("POST", "/openai/v1/chat/completions", 404),
         ("POST", "/anthropic/v1/messages", 404),
