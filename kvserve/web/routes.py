@@ -11,7 +11,7 @@ from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.protocols import agents, anthropic_messages, openai_chat, openai_completions
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.error_bodies import ANTHROPIC_STATUSES, encode_anthropic_error, encode_openai_error
-from kvserve.protocols.fields import decode_body
+from kvserve.protocols.fields import Fields, decode_body, text
 from kvserve.protocols.model_cards import (
     encode_anthropic_model,
     encode_anthropic_model_list,
@@ -169,9 +169,7 @@ def get_model(exchange: HttpExchange, service: WebService) -> None:
 def post_load(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/models/load: answers once the model of this name is loaded, which waits until nothing runs on the one
     before. It waits as long as its client does."""
-    name = decode_body(exchange.body).get("model")
-    if not isinstance(name, str):
-        raise NotFound(f"The model {name!r} is not served here.", param="model")
+    name = Fields(decode_body(exchange.body)).required("model", text)
     turn = Turn(exchange.request_id, "load", name, service.defaults.sampling)
     with contextlib.closing(service.load(turn, service.begin(turn))) as loading:
         for _ in loading:

@@ -285,21 +285,27 @@ def test_nothing_is_computed_for_a_draft_beside_others() -> None:
     assert found[0].end.drafting.num_accepted_tokens > NUM_TOKENS // 2
 
 
+def raising(words: str) -> Callable[[RightAligned, Sequence[int]], None]:
+    """In the place of `RightAligned.cut`, which only passes with drafts call."""
+
+    def cut(_: RightAligned, __: Sequence[int]) -> None:
+        raise RuntimeError(words)
+
+    return cut
+
+
 def test_a_pass_of_rows_that_breaks_hands_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows enter again from what their clients have heard, and go on without drafts, which may be to blame."""
     model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
     requests = [each, shorter(each, 9)]
     plain = [said_plainly(model, row) for row in requests]
 
-    def broken(_: RightAligned, __: Sequence[int]) -> None:
-        raise RuntimeError("broken in a pass")
-
     with drafts_tried():
         pool = new_pool(model)
         rows = [row_of(with_drafts(row, said, "half")) for row, said in zip(requests, plain, strict=True)]
         for row in rows:
             entered(pool, model, row)
-        monkeypatch.setattr(RightAligned, "cut", broken)
+        monkeypatch.setattr(RightAligned, "cut", raising("broken in a pass"))
         evicted: tuple[Any, ...] = ()
         while not evicted:
             evicted = pool.step().evicted
@@ -317,16 +323,13 @@ def test_rows_that_memory_sends_back_are_drafted_again(monkeypatch: pytest.Monke
     requests = [each, shorter(each, 9)]
     plain = [said_plainly(model, row) for row in requests]
 
-    def short(_: RightAligned, __: Sequence[int]) -> None:
-        raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
-
     with drafts_tried():
         pool = new_pool(model)
         rows = [row_of(with_drafts(row, said, "most")) for row, said in zip(requests, plain, strict=True)]
         for row in rows:
             entered(pool, model, row)
         with monkeypatch.context() as patch:
-            patch.setattr(RightAligned, "cut", short)
+            patch.setattr(RightAligned, "cut", raising("[malloc] Unable to allocate 9 bytes."))
             while not (step := pool.step()).evicted:
                 assert not step.failed
         assert step.is_short_of_memory and set(step.evicted) == set(rows)
@@ -344,10 +347,7 @@ def test_who_has_no_drafts_is_not_to_blame_for_passes_that_break(monkeypatch: py
     model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
     plain = said_plainly(model, each)
 
-    def broken(_: RightAligned, __: Sequence[int]) -> None:
-        raise RuntimeError("broken in a pass")
-
-    monkeypatch.setattr(RightAligned, "cut", broken)
+    monkeypatch.setattr(RightAligned, "cut", raising("broken in a pass"))
     with drafts_tried():
         pool = new_pool(model)
         alone, first, second = row_of(each), *(row_of(with_drafts(each, plain, "half")) for _ in range(2))
@@ -370,10 +370,7 @@ def test_drafts_are_given_up_before_a_row_is_blamed_for_memory(words: str, monke
     model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
     plain = said_plainly(model, each)
 
-    def short(_: RightAligned, __: Sequence[int]) -> None:
-        raise RuntimeError(words)
-
-    monkeypatch.setattr(RightAligned, "cut", short)
+    monkeypatch.setattr(RightAligned, "cut", raising(words))
     with drafts_tried():
         pool = new_pool(model)
         rows = [row_of(each), row_of(with_drafts(each, plain, "most"))]

@@ -210,15 +210,15 @@ def test_turns_and_snippets_want_the_key() -> None:
 
 
 def test_a_model_is_loaded_by_its_name() -> None:
-    """The answer comes once it is there, and whoever leaves gives up its place in the queue; other names are a 404, and
-    nothing happens without the key."""
+    """The answer comes once it is there, and whoever leaves gives up its place in the queue; other names are a 404,
+    what is no name a 400, and nothing happens without the key."""
     service = WatchedService()
     with serving(service, api_key="secret") as served, served.connect() as client:
         key, body = {"Authorization": "Bearer secret"}, {"model": service.name}
         with served.connect() as stranger:
             assert stranger.request("POST", "/v1/models/load", body).status == 401
-        for wrong in ({"model": "other"}, {}, {"model": 7}):
-            assert client.request("POST", "/v1/models/load", wrong, key).status == 404
+        for wrong, status in (({"model": "other"}, 404), ({}, 400), ({"model": 7}, 400)):
+            assert client.request("POST", "/v1/models/load", wrong, key).status == status
         service.is_ready = False
         early = client.request("POST", "/v1/models/load", body, key)
         assert (early.status, early.headers["retry-after"]) == (503, "5"), "no model is known before the first one"
