@@ -23,7 +23,7 @@ test: setup
 
 # Everything but `e2e`: the default run, every family and cell, and 25 times as many examples of each law. In parts that take
 # about the same time, one after another, or one of them: `make full PART=3`.
-PARTS := 3
+PARTS := 5
 
 full: $(if $(PART),full-$(PART),$(foreach part,$(shell seq $(PARTS)),full-$(part)))
 
