@@ -73,8 +73,8 @@ def head(state: Json) -> Text:
 def figures(state: Json) -> Table:
     """The last hour, first tokens, memory, counters."""
     health, cache = state["health"], state["cache"] or {}
-    num_prompt, num_cached = (sum(bucket[column] for bucket in state["history"]) for column in (2, 3))
-    num_requests, num_written = (sum(bucket[column] for bucket in state["history"]) for column in (1, 4))
+    steps = state["activity"]["hour"]  # as `MinuteSums` has it
+    num_requests, num_prompt, num_cached, num_written = (sum(step[column] for step in steps) for column in (1, 2, 3, 4))
     first = state["first_token_seconds"]
     rows = [
         ("last hour", f"{num_requests:,} requests, {num_written:,} tokens written"),

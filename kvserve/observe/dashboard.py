@@ -1,7 +1,7 @@
-"""What the dashboard shows of a server: what runs now, what the last hour was like, one look at the rest. It joins
-rooms and decides nothing.
+"""What the dashboard shows of a server: what runs now, what ended before, one look at the rest. It joins rooms and
+decides nothing.
 
-Bounded: requests that run, buckets of time and the first-token times of the last requests. No prompt's text passes
+Bounded: requests that run and the first-token times of the last requests. No prompt's text passes
 through here: of a difference only its place is told, unless the operator allows the text; of a session's id only what a
 file name may show.
 """
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import islice
 from statistics import median, quantiles
 
@@ -27,23 +27,10 @@ from kvserve.requests.request_facts import RequestFacts, RunningFacts
 from kvserve.requests.turn_facts import WatchedTurn
 from kvserve.sessions.lineage import Branch, BranchId, SessionView
 
-BUCKET_SECONDS = 10
-NUM_BUCKETS = 360
 NUM_TIMES = 256
 MAX_RUNNING = 1_024
 SPEED_SECONDS = 5.0
 """Of so long ago are the tokens that the speed of now is reckoned from."""
-
-
-@dataclass(slots=True)
-class Bucket:
-    """The requests that ended within `BUCKET_SECONDS` from `started_at`, seconds since the epoch."""
-
-    started_at: int
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +61,15 @@ class _Work:
 
 
 class Activity:
-    """Requests that run and totals of those that ended. Safe for several threads; nothing here is called per token.
+    """Requests that run and how fast they go. Safe for several threads; nothing here is called per token.
 
-    `clock` gives seconds since the epoch, `ticks` seconds that never go back.
+    `ticks` gives seconds that never go back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time, ticks: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, ticks: Callable[[], float] = time.monotonic) -> None:
         self._ticks = ticks
         self._lock = threading.Lock()
         self._running: OrderedDict[RequestId, WatchedTurn] = OrderedDict()
-        self._buckets: deque[Bucket] = deque(maxlen=NUM_BUCKETS)
         self._first_tokens: deque[float] = deque(maxlen=NUM_TIMES)
         self._num_computed_tokens = 0
         self._num_generated_tokens = 0
@@ -103,11 +88,6 @@ class Activity:
             self._running.pop(facts.request_id, None)
             self._num_computed_tokens += facts.num_prefilled_tokens
             self._num_generated_tokens += facts.num_completion_tokens
-            bucket = self._bucket()
-            bucket.num_requests += 1
-            bucket.num_prompt_tokens += facts.num_prompt_tokens
-            bucket.num_cached_tokens += facts.num_cached_tokens
-            bucket.num_generated_tokens += facts.num_completion_tokens
             if facts.ttft_seconds is not None:
                 self._first_tokens.append(facts.ttft_seconds)
 
@@ -138,23 +118,11 @@ class Activity:
         prefill = max(0, computed - first.num_computed_tokens) / seconds
         return Speed(round(prefill, 1), round(max(0, generated - first.num_generated_tokens) / seconds, 1))
 
-    def history(self) -> list[Bucket]:
-        """The last hour; times in which nothing ended have no bucket."""
-        oldest = self._clock() - NUM_BUCKETS * BUCKET_SECONDS
-        with self._lock:
-            return [replace(bucket) for bucket in self._buckets if bucket.started_at >= oldest]
-
     def first_token_times(self) -> FirstTokenTimes | None:
         """None before the first token of the first request."""
         with self._lock:
             times = list(self._first_tokens)
         return FirstTokenTimes(len(times), times[-1], median(times), _p95(times)) if times else None
-
-    def _bucket(self) -> Bucket:
-        started_at = int(self._clock()) // BUCKET_SECONDS * BUCKET_SECONDS
-        if not self._buckets or self._buckets[-1].started_at != started_at:
-            self._buckets.append(Bucket(started_at))
-        return self._buckets[-1]
 
 
 def _p95(times: Sequence[float]) -> float:
@@ -212,7 +180,6 @@ def dashboard_body(
         "time": round(now, 3),
         "health": look.health,
         "cache": look.cache,
-        "history": [astuple(bucket) for bucket in activity.history()],
         "first_token_seconds": asdict(times) if times is not None else None,
         "running": [_running(facts) for facts in (*running, *waiting)],
         "sessions": _sessions(look, last_of_branch),

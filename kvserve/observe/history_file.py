@@ -21,19 +21,26 @@ ERASE_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 
 
-def upkeep_by(put_all: Callable[[], None], expire: Callable[[], None], make_room: Callable[[], None]) -> Upkeep:
-    """What the file asks of the owner of its rows, on its thread."""
-    return Upkeep(put_all, expire, make_room)
-
-
 class HistoryFile:
     """One server's rows in `folder`: another one that runs cannot have them. `put` and `drop` never wait for the disk;
-    `open`, `erase` and `close` do. Safe for several threads."""
+    `open`, `erase` and `close` do. Safe for several threads.
 
-    def __init__(self, folder: Path, report: Callable[[str], None], upkeep: Upkeep) -> None:
+    On the file's thread the owner of the rows is asked to put all of them into a new file, to drop what is too old, and
+    to drop some where the file is too large.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        report: Callable[[str], None],
+        *,
+        put_all: Callable[[], None],
+        expire: Callable[[], None],
+        make_room: Callable[[], None],
+    ) -> None:
         self._path = folder / FILE_NAME
         self._report = report
-        self._upkeep = upkeep
+        self._upkeep = Upkeep(put_all, expire, make_room)
         self._opening = threading.Lock()
         self._archive: Archive | None = None
         self._is_closed = False

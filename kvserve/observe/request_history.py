@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvserve.core.keeping import Scope
 from kvserve.observe.ended_requests import EndedRequest, from_json
-from kvserve.observe.history_file import HistoryFile, StoredRows, upkeep_by
+from kvserve.observe.history_file import HistoryFile, StoredRows
 from kvserve.observe.trace import session_label
 
 MAX_REQUESTS = 2_000
@@ -78,8 +78,8 @@ class RequestHistory:
         self._turns: OrderedDict[str, int] = OrderedDict()
         self._tidied_at = clock()
         self._salt = secrets.token_bytes(16)
-        upkeep = upkeep_by(self._put_all, self._expire, self._make_room)
-        self._file = HistoryFile(folder, report, upkeep) if folder is not None else None
+        asked = {"put_all": self._put_all, "expire": self._expire, "make_room": self._make_room}
+        self._file = HistoryFile(folder, report, **asked) if folder is not None else None
 
     def open(self) -> None:
         """Take in what earlier processes have left."""

@@ -31,6 +31,7 @@ from tests.serving import (
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = {"role": "system", "content": "You count birds. " * 20}
 NOWHERE = "http://127.0.0.1:9"
+PROMPT_FIELDS = ("num_prompt_tokens", "num_cached_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,9 @@ def test_one_look_shows_requests_sessions_and_the_miss(server: AppUnderTest) -> 
     state = told("top", "--once", "--server-url", f"http://127.0.0.1:{server.port}")
     assert state["health"]["status"] == "ok" and len(state["misses"]) == 1
     assert state["health"].keys() >= OWN_FIELDS, "by these the doctor knows a kvserve"
+    num_prompt, num_cached = (sum(each[name] for each in state["last"]) for name in PROMPT_FIELDS)
+    assert 0 < num_cached < num_prompt
+    assert f"{num_cached:,} reused, {num_prompt - num_cached:,} computed" in shown, shown
 
     body = told("explain", "--server-url", f"http://127.0.0.1:{server.port}/v1")
     assert body["cause"] == "message changed" and body["first_difference"]["message_index"] == 1

@@ -1,9 +1,9 @@
-"""What runs and what the last hour was like, with a clock that the test sets."""
+"""What runs and how fast it goes, with a clock that the test sets."""
 
 from dataclasses import dataclass
 
 from kvserve.core import RequestId
-from kvserve.observe.dashboard import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, SPEED_SECONDS, Activity, Speed
+from kvserve.observe.dashboard import MAX_RUNNING, SPEED_SECONDS, Activity, Speed
 from kvserve.requests.request_facts import RequestFacts, RunningFacts
 
 
@@ -33,7 +33,7 @@ def facts(name: str, **fields: object) -> RequestFacts:
 
 def test_a_request_is_seen_as_it_is_now_until_it_ends() -> None:
     """Its progress is asked for, not told; what ended is gone."""
-    activity, one, two = Activity(Clock()), Request(RequestId("one")), Request(RequestId("two"))
+    activity, one, two = Activity(), Request(RequestId("one")), Request(RequestId("two"))
     activity.begin(one)
     activity.begin(two)
     one.num_done = 60
@@ -44,30 +44,15 @@ def test_a_request_is_seen_as_it_is_now_until_it_ends() -> None:
 
 def test_requests_that_nobody_ends_are_bounded() -> None:
     """The oldest is forgotten."""
-    activity = Activity(Clock())
+    activity = Activity()
     for number in range(MAX_RUNNING + 5):
         activity.begin(Request(RequestId(str(number))))
     assert len(activity.running()) == MAX_RUNNING and activity.running()[0].request_id == "5"
 
 
-def test_an_hour_is_kept_and_no_more() -> None:
-    """Requests of ten seconds share a bucket; what is older than an hour is gone, also when nothing came after it."""
-    clock = Clock()
-    activity = Activity(clock)
-    for _ in range(2):
-        activity.end(facts("a", num_prompt_tokens=10, num_cached_tokens=4, num_completion_tokens=3))
-    [bucket] = activity.history()
-    assert (bucket.num_requests, bucket.num_prompt_tokens, bucket.num_cached_tokens) == (2, 20, 8)
-    clock.seconds += BUCKET_SECONDS
-    activity.end(facts("b"))
-    assert len(activity.history()) == 2
-    clock.seconds += BUCKET_SECONDS * NUM_BUCKETS + BUCKET_SECONDS
-    assert activity.history() == []
-
-
 def test_first_tokens_are_summed_up() -> None:
     """Newest, median and 95th percentile; nothing before the first."""
-    activity = Activity(Clock())
+    activity = Activity()
     assert activity.first_token_times() is None
     activity.end(facts("a", ttft_seconds=2.0))
     times = activity.first_token_times()
@@ -82,7 +67,7 @@ def test_first_tokens_are_summed_up() -> None:
 def test_the_speed_is_that_of_the_last_seconds() -> None:
     """Of all requests, also of those that ended meanwhile; nothing for whoever asks first, or once nothing runs."""
     clock = Clock()
-    activity, one = Activity(Clock(), clock), Request(RequestId("one"))
+    activity, one = Activity(clock), Request(RequestId("one"))
     activity.begin(one)
     assert activity.speed() == Speed()
     clock.seconds += 2
@@ -98,7 +83,7 @@ def test_the_speed_is_that_of_the_last_seconds() -> None:
 def test_a_request_that_ends_while_somebody_looks_counts_once() -> None:
     """It was running at the moment of the look, and is not in the totals of that moment."""
     clock = Clock()
-    activity = Activity(Clock(), clock)
+    activity = Activity(clock)
 
     class Ending(Request):
         @property
