@@ -65,10 +65,12 @@ MODELS: tuple[PeerModel, ...] = (
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What is compared; None is what was not measured, or what a server does not say. Reuse and what was possible are
-    shares of prompt tokens."""
+    shares of prompt tokens. `prompt_share`: the tokens that a server says its prompts had, of those that the model's
+    template makes of the requests: less than all shows the model less than the client sent."""
 
     reuse: float | None = None
     possible: float | None = None
+    prompt_share: float | None = None
     cold_seconds: float | None = None
     warm_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -79,6 +81,7 @@ class Figures:
 
 FIGURES: Mapping[str, tuple[str, bool]] = {
     "reuse": ("reused", True),
+    "prompt_share": ("prompt tokens, of the template's", True),
     "cold_seconds": ("first token, cold", False),
     "warm_seconds": ("first token, warm", False),
     "tokens_per_second": ("tokens per second", True),

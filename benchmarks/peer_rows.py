@@ -18,8 +18,11 @@ SERVERS = "servers"
 TOLERANCE = 1.1
 """Two figures are apart where the larger is more than so many times the other."""
 
-NOT_COMPARED = ("start_seconds",)
-"""Figures in which nobody is said to win: they are told once, of each server."""
+NOT_COMPARED = ("start_seconds", "prompt_share")
+"""Figures in which nobody is said to win."""
+
+WHOLE_PROMPT = 0.95
+"""A server whose prompts have fewer of the template's tokens has read less than the client sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ def are_apart(one: float, other: float) -> bool:
 
 
 def losses(rows: Sequence[Row], server: str = "kvserve") -> Iterator[str]:
-    """Every figure in which another server is better by more than the tolerance, the best of them."""
+    """Every figure in which another server is better by more than the tolerance, the best of them; told with it: that
+    one has read less than the client sent."""
     cells: dict[tuple[str, str], dict[str, Figures]] = {}
     for row in ordered(rows):
         cells.setdefault((row.scenario, row.model), {})[row.server] = row.figures
@@ -123,7 +127,12 @@ def losses(rows: Sequence[Row], server: str = "kvserve") -> Iterator[str]:
             best = (max if is_more_better else min)(given, key=lambda name: given[name])
             if given[best] != value and are_apart(given[best], value):
                 words = f"{shown(figure, value)}, {best} {shown(figure, given[best])}"
-                yield f"{scenario}, {model}, {heading}: {words}"
+                yield f"{scenario}, {model}, {heading}: {words}{_if_cut(by_server[best])}"
+
+
+def _if_cut(figures: Figures) -> str:
+    share = figures.prompt_share
+    return f" with {shown('prompt_share', share)} of the prompt" if share is not None and share < WHOLE_PROMPT else ""
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -133,7 +142,7 @@ def shown(figure: str, value: float | None) -> str:
     """A figure as a reader sees it."""
     if value is None:
         return ""
-    if figure in ("reuse", "possible"):
+    if figure in ("reuse", "possible", "prompt_share"):
         return f"{100 * value:.1f} %"
     if figure == "peak_bytes":
         return f"{value / 1e6:,.0f} MB"

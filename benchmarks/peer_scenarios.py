@@ -90,6 +90,7 @@ def figures_of(turns: Sequence[Turn], possible: Sequence[Possible]) -> Figures:
     return Figures(
         reuse=num_cached / sum(prompts) if says_any and all(prompts) else None,
         possible=num_possible / num_prompt if num_prompt else None,
+        prompt_share=sum(prompts) / num_prompt if num_prompt and all(prompts) else None,
         cold_seconds=turns[0].answer.first_token_seconds,
         warm_seconds=median(turn.answer.first_token_seconds for turn in counted),
         tokens_per_second=_rate(turns),

@@ -142,6 +142,9 @@ def test_reuse_leaves_the_first_request_out_and_stays_empty_where_no_answer_says
     bounds = [Possible(100, 90), Possible(100, 70)]
     found = figures_of([turn(8, 50, 0), turn(2, 100, 80), turn(4, 100, 60)], bounds)
     assert (found.reuse, found.possible, found.cold_seconds, found.warm_seconds) == (0.7, 0.8, 8, 3)
+    assert found.prompt_share == 1
+    cut = figures_of([turn(8, 50, 0), turn(2, 40, 30), turn(4, 40, 30)], bounds)
+    assert (cut.reuse, cut.prompt_share) == (0.75, 0.4), "a prompt that is cut is easily reused"
     assert figures_of([turn(8, 50, None), turn(2, 100, 80), turn(4, 100, None)], bounds).reuse == 0.4
     assert figures_of([turn(8, 50, None), turn(2, 100, None), turn(4, 100, None)], bounds).reuse is None
     assert figures_of([turn(8, 50, 0), turn(2, 100, 80), turn(4, 100, 60)], bounds[1:]).reuse == 0.6
@@ -205,6 +208,9 @@ def test_what_loses_is_told() -> None:
         "user turns, qwen3, reused: 50.0 %, mlx-lm 90.0 %",
         "user turns, qwen3, first token, warm: 1.00 s, mlx-lm 0.50 s",
     ]
+    rows[1] = row("mlx-lm", warm_seconds=0.5, prompt_share=0.4)
+    [told] = losses(rows)
+    assert told == "user turns, qwen3, first token, warm: 1.00 s, mlx-lm 0.50 s with 40.0 % of the prompt"
     assert are_apart(0, 1e-9) and not are_apart(0, 0)
 
 
