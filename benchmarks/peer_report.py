@@ -26,6 +26,11 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
+MORE_THAN_POSSIBLE = (
+    "Whoever reuses more than was possible has other prompts than the model's template makes: shorter ones, say, "
+    "without the thinking that a client sends back."
+)
+
 ON_PAGE = ("reuse", "cold_seconds", "warm_seconds", "tokens_per_second", "longest_gap_seconds", "peak_bytes")
 
 
@@ -69,6 +74,7 @@ def section(rows: Sequence[Row]) -> str:
     ]
     for figure in ON_PAGE:
         parts += [f"### {_begun(FIGURES[figure][0])}", "\n".join(figure_table(rows, figure))]
+        parts += [MORE_THAN_POSSIBLE] if figure == "reuse" else []
     parts += ["### Where another server is better by more than 10 %", "\n".join(_listed(rows)), END]
     return "\n\n".join(parts)
 
