@@ -111,8 +111,8 @@ def are_apart(one: float, other: float) -> bool:
 
 
 def losses(rows: Sequence[Row], server: str = "kvserve") -> Iterator[str]:
-    """Every figure in which another server is better by more than the tolerance, the best of them; told with it: that
-    one has read less than the client sent."""
+    """Every figure in which another server is better by more than the tolerance, the best of them; one that has read
+    less than this server is told with that, beside the best of those that read all."""
     cells: dict[tuple[str, str], dict[str, Figures]] = {}
     for row in ordered(rows):
         cells.setdefault((row.scenario, row.model), {})[row.server] = row.figures
@@ -124,15 +124,19 @@ def losses(rows: Sequence[Row], server: str = "kvserve") -> Iterator[str]:
             given = {name: got for name, each in by_server.items() if (got := getattr(each, figure)) is not None}
             if value is None or figure in NOT_COMPARED:
                 continue
-            best = (max if is_more_better else min)(given, key=lambda name: given[name])
-            if given[best] != value and are_apart(given[best], value):
-                words = f"{shown(figure, value)}, {best} {shown(figure, given[best])}"
-                yield f"{scenario}, {model}, {heading}: {words}{_if_cut(by_server[best])}"
+            best_first = sorted(given, key=lambda name: given[name], reverse=is_more_better)
+            whole = [name for name in best_first if not _is_cut(by_server[name], own)]
+            for best in dict.fromkeys((best_first[0], whole[0])):
+                if best != server and given[best] != value and are_apart(given[best], value):
+                    words = f"{shown(figure, value)}, {best} {shown(figure, given[best])}"
+                    cut = f" with {shown('prompt_share', by_server[best].prompt_share)} of the prompt"
+                    yield f"{scenario}, {model}, {heading}: {words}{cut if best not in whole else ''}"
 
 
-def _if_cut(figures: Figures) -> str:
-    share = figures.prompt_share
-    return f" with {shown('prompt_share', share)} of the prompt" if share is not None and share < WHOLE_PROMPT else ""
+def _is_cut(figures: Figures, own: Figures) -> bool:
+    """Whether a server has read clearly less than another one."""
+    share, whole = figures.prompt_share, own.prompt_share or 1.0
+    return share is not None and share < WHOLE_PROMPT * whole
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -167,18 +171,33 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def machines(rows: Sequence[Row]) -> str:
-    """What was measured on, each line once."""
-    return "\n\n".join(dict.fromkeys(row.measured_on for row in rows if row.scenario != SERVERS))
+    """What was measured on, each line once, with the models whose rows are of that run."""
+    measured = [row for row in ordered(rows) if row.scenario != SERVERS]
+    models = {
+        line: dict.fromkeys(row.model for row in measured if row.measured_on == line) for line in _lines(measured)
+    }
+    return "\n\n".join(f"{', '.join(models[line])}: {line}" for line in models)
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield from dict.fromkeys(row.measured_on for row in rows)
 
 
 def servers_table(rows: Sequence[Row]) -> Iterator[str]:
     """Who takes part, with its versions and what of its defaults was changed, or why not."""
-    yield "| Server | Versions, or why it takes no part | Started how | Ready after |"
-    yield "|---|---|---|---|"
+    models = [model.name for model in MODELS if any(row.model == model.name for row in rows)]
+    yield f"| {' | '.join(['Server', 'Versions, or why it takes no part', 'Started how', *map(_ready, models)])} |"
+    yield "|---" * (3 + len(models)) + "|"
     remarks = {peer.name: peer.remark for peer in PEERS}
     for row in ordered([row for row in rows if row.scenario == SERVERS]):
-        ready = shown("start_seconds", row.figures.start_seconds)
-        yield f"| {row.server} | {row.note} | {remarks.get(row.server, '')} | {ready} |"
+        own = [each for each in rows if each.server == row.server]
+        starts = [medians([each.figures for each in own if each.model == model]).start_seconds for model in models]
+        cells = [row.server, row.note, remarks.get(row.server, ""), *(shown("start_seconds", each) for each in starts)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _ready(model: str) -> str:
+    return f"Ready after, {model}"
 
 
 def scenario_table(rows: Sequence[Row]) -> Iterator[str]:

@@ -195,12 +195,16 @@ def test_what_fits_is_reckoned_as_the_page_says() -> None:
     gives to KV; the README's rows are some of them."""
     from kvserve.engine.memory import KV_SHARE  # here, so that a defect there fails this test and not the others
 
-    sizes = (11, 23, 51, 103)
-    readme = re.findall(r"^\| \d+ GB \| (\d+) GB \| (\S+) \| ([\d.]+ GB) \| ([\d,]+) \|$", README, re.MULTILINE)
+    of_macs = {16: 11, 32: 23, 64: 51, 128: 103}
+    sizes = tuple(of_macs.values())
+    row = r"^\| (\d+) GB \| (\d+) GB \| (\S+) \| ([\d.]+ GB) \| ([\d,]+) \|$"
+    macs, readme = zip(*((int(mac), rest) for mac, *rest in re.findall(row, README, re.MULTILINE)), strict=True)
+    assert [str(of_macs[mac]) for mac in macs] == [rest[0] for rest in readme]
     told = set()
     page = section("models.md", "Which model fits")
     said = MODEL_ROW.findall(page)
     assert len(said) > 4 and KV_SHARE == 5 / 8 and "`AUTO` gives 5/8 to" in page
+    assert all(re.search(rf"\b{size} (?:GB )?of {mac}\b", page) for mac, size in of_macs.items())
     for name, billions, layers, heads, width, weights, kv, tokens in said:
         weight_gb = float(billions) * 4.5 / 8
         token_bytes = 2 * int(layers) * int(heads) * int(width) * 2
@@ -208,7 +212,7 @@ def test_what_fits_is_reckoned_as_the_page_says() -> None:
         counts = ["-" if count <= 0 else f"{count:,.0f}" for count in fitting]
         assert (weights, kv, tokens) == (f"{weight_gb:.1f}", f"{token_bytes * 1e4 / 1e9:.1f}", "; ".join(counts)), name
         told |= {(str(size), name, f"{weights} GB", count) for size, count in zip(sizes, counts, strict=True)}
-    assert readme and set(readme) <= told
+    assert set(map(tuple, readme)) <= told
 
 
 def without_code(text: str) -> str:

@@ -18,7 +18,17 @@ from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.peer_nouns import MODELS, Figures, PeerModel, Turn
 from benchmarks.peer_plots import PLOTS, draw
 from benchmarks.peer_report import BEGIN, END, KEPT, PAGE, report, with_section
-from benchmarks.peer_rows import SERVERS, Row, are_apart, losses, medians, scenario_table, turned
+from benchmarks.peer_rows import (
+    SERVERS,
+    Row,
+    are_apart,
+    losses,
+    machines,
+    medians,
+    scenario_table,
+    servers_table,
+    turned,
+)
 from benchmarks.peer_scenarios import SCENARIOS, figures_of, shortened
 from benchmarks.peer_servers import (
     PEERS,
@@ -208,9 +218,13 @@ def test_what_loses_is_told() -> None:
         "user turns, qwen3, reused: 50.0 %, mlx-lm 90.0 %",
         "user turns, qwen3, first token, warm: 1.00 s, mlx-lm 0.50 s",
     ]
-    rows[1] = row("mlx-lm", warm_seconds=0.5, prompt_share=0.4)
-    [told] = losses(rows)
-    assert told == "user turns, qwen3, first token, warm: 1.00 s, mlx-lm 0.50 s with 40.0 % of the prompt"
+    rows[0] = row("kvserve", warm_seconds=1.0, prompt_share=1.05)
+    rows[1] = row("mlx-lm", warm_seconds=0.5, prompt_share=0.99)
+    rows[2] = row("mlx-vlm", warm_seconds=0.7, prompt_share=1.0)
+    assert list(losses(rows)) == [
+        "user turns, qwen3, first token, warm: 1.00 s, mlx-lm 0.50 s with 99.0 % of the prompt",
+        "user turns, qwen3, first token, warm: 1.00 s, mlx-vlm 0.70 s",
+    ], "whoever reads less hides nobody who is faster with all of it"
     assert are_apart(0, 1e-9) and not are_apart(0, 0)
 
 
@@ -228,6 +242,21 @@ def test_a_table_says_why_a_server_has_no_figures() -> None:
         "| qwen3 | kvserve | 90.0 % (92.0 %) | 1 |  |",
         "| qwen3 | mlx-lm |  | 0 | has no /v1/messages |",
     ]
+
+
+def test_each_model_has_its_own_start_and_its_own_machine() -> None:
+    """A part that was measured again says nothing of the models that were not."""
+    rows = [
+        replace(row("kvserve", start_seconds=3.0), measured_on="a quiet machine"),
+        replace(row("kvserve", start_seconds=9.0), measured_on="a quiet machine", scenario="branches"),
+        replace(row("kvserve", start_seconds=32.0), model="SmolLM2-135M"),
+        replace(row("kvserve"), scenario=SERVERS, model="", note="kvserve 1"),
+    ]
+    assert list(servers_table(rows))[0::2] == [
+        "| Server | Versions, or why it takes no part | Started how | Ready after, SmolLM2-135M | Ready after, qwen3 |",
+        "| kvserve | kvserve 1 | without LiteLLM; looks for no BLAS of its own | 32.00 s | 6.00 s |",
+    ]
+    assert machines(rows) == "SmolLM2-135M: a machine\n\nqwen3: a quiet machine"
 
 
 def test_the_page_has_the_kept_rows_and_no_path_of_a_machine() -> None:

@@ -78,8 +78,11 @@ class RequestHistory:
         self._turns: OrderedDict[str, int] = OrderedDict()
         self._tidied_at = clock()
         self._salt = secrets.token_bytes(16)
-        asked = {"put_all": self._put_all, "expire": self._expire, "make_room": self._make_room}
-        self._file = HistoryFile(folder, report, **asked) if folder is not None else None
+        self._file: HistoryFile | None = None
+        if folder is not None:
+            self._file = HistoryFile(
+                folder, report, put_all=self._put_all, expire=self._expire, make_room=self._make_room
+            )
 
     def open(self) -> None:
         """Take in what earlier processes have left."""
