@@ -28,12 +28,7 @@ BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 MORE_THAN_POSSIBLE = (
     "Possible is what a server reaches that computes nothing ahead and has the prompts that the model's template "
-    "makes. kvserve computes ahead while nobody asks; others leave out some of what a client sends back."
-)
-
-NOISE = (
-    "A second run of the tiny dense model and the hybrid turned the order of one in ten pairs of figures that were "
-    "apart by more than 10 %: first tokens and rates, no reuse."
+    "makes. kvserve computes ahead while nobody asks; some others leave out a part of what a client sends."
 )
 
 ON_PAGE = ("reuse", "cold_seconds", "warm_seconds", "tokens_per_second", "longest_gap_seconds", "peak_bytes")
@@ -80,7 +75,7 @@ def section(rows: Sequence[Row]) -> str:
     for figure in ON_PAGE:
         parts += [f"### {_begun(FIGURES[figure][0])}", "\n".join(figure_table(rows, figure))]
         parts += [MORE_THAN_POSSIBLE] if figure == "reuse" else []
-    parts += ["### Where another server is better by more than 10 %", NOISE, "\n".join(_listed(rows)), END]
+    parts += ["### Where another server is better by more than 10 %", "\n".join(_listed(rows)), END]
     return "\n\n".join(parts)
 
 

@@ -22,7 +22,7 @@ NOT_COMPARED = ("start_seconds", "prompt_share")
 """Figures in which nobody is said to win."""
 
 WHOLE_PROMPT = 0.95
-"""A server whose prompts have fewer of the template's tokens has read less than the client sent."""
+"""A server whose prompts have fewer tokens than so many of another one's has read less than that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +172,11 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 def machines(rows: Sequence[Row]) -> str:
     """What was measured on, each line once, with the models whose rows are of that run."""
-    measured = [row for row in ordered(rows) if row.scenario != SERVERS]
-    models = {
-        line: dict.fromkeys(row.model for row in measured if row.measured_on == line) for line in _lines(measured)
-    }
-    return "\n\n".join(f"{', '.join(models[line])}: {line}" for line in models)
-
-
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
-    yield from dict.fromkeys(row.measured_on for row in rows)
+    models: dict[str, dict[str, None]] = {}
+    for row in ordered(rows):
+        if row.scenario != SERVERS:
+            models.setdefault(row.measured_on, {})[row.model] = None
+    return "\n\n".join(f"{', '.join(names)}: {line}" for line, names in models.items())
 
 
 def servers_table(rows: Sequence[Row]) -> Iterator[str]:

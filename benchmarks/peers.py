@@ -242,19 +242,16 @@ def model_folders(model: PeerModel, scratch: Path, *, is_fast: bool) -> tuple[Pa
 
 
 def server_rows(peers: Iterable[Peer], found: Mapping[str, Installed], rows: Sequence[Row]) -> list[Row]:
-    """What is known of each server: its versions, how long its starts took, or why there is none."""
+    """What is known of each server: its versions, or why there is none."""
     told = []
     for peer in peers:
         known = found[peer.name]
-        starts = [
-            seconds for row in rows if row.server == peer.name and (seconds := row.figures.start_seconds) is not None
-        ]
+        has_started = any(row.figures.start_seconds is not None for row in rows if row.server == peer.name)
         words = known.fault or ", ".join(f"{name} {number}" for name, number in known.versions.items())
         faults = [row.note for row in rows if row.server == peer.name and row.note]
-        if not starts and faults and not known.fault:
+        if faults and not has_started and not known.fault:
             words = f"{words}; {faults[0]}"
-        figures = Figures(start_seconds=median(starts) if starts else None)
-        told.append(Row(SERVERS, "", peer.name, figures, len(starts), words, ""))
+        told.append(Row(SERVERS, "", peer.name, Figures(), 0, words, ""))
     return told
 
 

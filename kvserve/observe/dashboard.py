@@ -1,9 +1,9 @@
 """What the dashboard shows of a server: what runs now, what ended before, one look at the rest. It joins rooms and
 decides nothing.
 
-Bounded: requests that run and the first-token times of the last requests. No prompt's text passes
-through here: of a difference only its place is told, unless the operator allows the text; of a session's id only what a
-file name may show.
+Bounded: requests that run and the first-token times of the last requests. No prompt's text passes through here: of a
+difference only its place is told, unless the operator allows the text; of a session's id only what a file name may
+show.
 """
 
 import os
