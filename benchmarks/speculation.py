@@ -1,11 +1,12 @@
 """What speculation brings on the demo's model that talks: thirty prompts, plain and drafted in turn on one server.
 
     python -m benchmarks.speculation [--blas auto|off|FILE] [--rounds N] [--save]
-                                     [--prompts] [--families] [--nothing-drafted]
+                                     [--prompts] [--families] [--nothing-drafted] [--draft-model]
 
 Edits, copies, extractions and prose, alone and four at once, greedily: tokens per second drafted : plain, tokens a
-step, and whether both say the same. Then led drafts on random models as deep (`drafted_families.py`), and what it costs
-where nothing is drafted (`nothing_drafted.py`). Flags choose among the three; exit code 1 when a bound is missed.
+step, and whether both say the same. Then led drafts on random models as deep (`drafted_families.py`), what it costs
+where nothing is drafted (`nothing_drafted.py`), and what a draft model brings (`drafted_by_model.py`). Flags choose
+among the four; exit code 1 when a bound is missed.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import drafted_families, nothing_drafted
+from benchmarks import drafted_by_model, drafted_families, nothing_drafted
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Bound, Figure, markdown_table
 from benchmarks.led_drafts import OF_EDITS, Wanted
@@ -192,7 +193,7 @@ def with_section(text: str, title: str, body: str) -> str:
 def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     library = fast_library(given.blas)
-    is_whole = not (given.prompts or given.families or given.nothing_drafted)
+    is_whole = not (given.prompts or given.families or given.nothing_drafted or given.draft_model)
     found: list[Figure] = []
     wanted = OF_EDITS
     try:
@@ -209,6 +210,11 @@ def main(argv: Sequence[str]) -> int:
         if given.nothing_drafted or is_whole:
             with _section("Nothing drafted", given, None) as lines:
                 some = nothing_drafted.run(given.rounds or 7)
+                lines.append(markdown_table(some))
+            found += some
+        if given.draft_model or is_whole:
+            with _section("A draft model", given, library) as lines:
+                some = drafted_by_model.run(library, given.rounds or 1)
                 lines.append(markdown_table(some))
             found += some
     except BenchmarkError as error:
@@ -240,7 +246,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", action="store_true", help="the thirty prompts only, half an hour a round")
     parser.add_argument("--families", action="store_true", help="a hybrid and a model with windows, led, only")
     parser.add_argument("--nothing-drafted", action="store_true", help="what it costs where nothing is drafted only")
-    parser.add_argument("--rounds", type=int, metavar="N", help="otherwise 1 of the prompts, 3 led, 7 of the rest")
+    parser.add_argument("--draft-model", action="store_true", help="what a draft model brings only")
+    help_text = "otherwise 1 of the prompts and of draft models, 3 led, 7 where nothing is drafted"
+    parser.add_argument("--rounds", type=int, metavar="N", help=help_text)
     parser.add_argument("--save", action="store_true", help="write what was measured to benchmarks/results")
     given = parser.parse_args(argv)
     if given.rounds is not None and given.rounds < 1:
@@ -250,9 +258,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _command(given: argparse.Namespace) -> str:
     """What was called, without where a library lies."""
-    parts = [
-        f"--{name.replace('_', '-')}" for name in ("prompts", "families", "nothing_drafted") if getattr(given, name)
-    ]
+    names = ("prompts", "families", "nothing_drafted", "draft_model")
+    parts = [f"--{name.replace('_', '-')}" for name in names if getattr(given, name)]
     parts += [f"--rounds {given.rounds}"] if given.rounds else []
     return " ".join(["python -m benchmarks.speculation", *parts])
 
