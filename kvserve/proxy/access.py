@@ -91,18 +91,24 @@ def check_origin(headers: Headers, rules: AccessRules) -> str | None:
 
 def check_key(headers: Headers, rules: AccessRules) -> None:
     """Raises Unauthorized if an API key is set and neither `Authorization: Bearer` nor `x-api-key` carries it."""
-    if rules.api_key is None:
-        return
-    scheme, _, bearer = ", ".join(headers.get("authorization", ())).partition(" ")
-    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
-    sent.extend(headers.get("x-api-key", ()))
-    expected = rules.api_key.encode("utf-8")
-    # Header values were decoded as latin-1; their bytes are compared in constant time.
-    if not any([hmac.compare_digest(key.encode("latin-1"), expected) for key in sent]):
+    if rules.api_key is not None and not is_among(rules.api_key, sent_keys(headers)):
         raise Unauthorized(
             "The API key is missing or wrong: send the server's API_KEY, the only key that it knows, as "
             "`Authorization: Bearer KEY` or `x-api-key`."
         )
+
+
+def sent_keys(headers: Headers) -> list[bytes]:
+    """The keys that a request carries, that of `Authorization: Bearer` first."""
+    scheme, _, bearer = ", ".join(headers.get("authorization", ())).partition(" ")
+    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [key.encode("latin-1") for key in (*sent, *headers.get("x-api-key", ()))]  # as they were decoded
+
+
+def is_among(api_key: str, sent: Sequence[bytes]) -> bool:
+    """Whether one of the sent keys is this one; each is compared in constant time."""
+    expected = api_key.encode("utf-8")
+    return any([hmac.compare_digest(key, expected) for key in sent])
 
 
 def sharing_headers(origin: str | None) -> HeaderLines:
