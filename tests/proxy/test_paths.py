@@ -51,6 +51,18 @@ def test_nothing_else_is_added_to_or_left_out(path: str) -> None:
         find_route("GET", path)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/../cache", "/responses/..", "/v1/agents/x/../../cache", "/v1/agents/./x"]
+)
+def test_a_path_that_climbs_is_not_passed_through_litellm(path: str) -> None:
+    """Its client would tidy it up, so that another path arrives than was judged. Names with dots in them are names."""
+    for method in ("GET", "DELETE"):
+        with pytest.raises(NotFound):
+            find_route(method, path)
+    for name in ("/v1/agents/a..b", "/v1/responses/...", "/v1/agents/..x/generate"):
+        assert find_route("GET", name).path == name
+
+
 def test_models_are_listed_in_the_form_of_the_client() -> None:
     """By its header: LiteLLM lists them as OpenAI does, whoever asks."""
     assert find_route("GET", "/v1/models").way == "litellm"
