@@ -188,7 +188,13 @@ class Settings(BaseSettings):
         DEFAULTS["blas_library"],
         description="The BLAS for products in float32 on Linux: AUTO looks for one, OFF takes the wheel's, or a file.",
     )
-    api_key: str | None = Field(None, description="Required as Bearer or x-api-key on both ports when set.")
+    api_key: str | None = Field(
+        DEFAULTS["api_key"], description="Required as Bearer or x-api-key on both ports when set."
+    )
+    api_keys_file: Path | None = Field(
+        DEFAULTS["api_keys_file"],
+        description="A file in TOML of who else may use port 4000, with which limits; needs API_KEY, the operator's.",
+    )
     allowed_origins: NameList = Field((), description="Further Origins that a browser may call from, by comma.")
     allowed_hosts: NameList = Field(
         (), description="Further Host names under which the server may be called, by comma."
@@ -287,7 +293,7 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
     if not flags.no_proxy:
         refuse_equal_ports(settings.mlx_port, settings.proxy_port)
     disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
-    warnings = _misspelt_in_environment()
+    warnings = (*_misspelt_in_environment(), *_unheld(settings, with_proxy=not flags.no_proxy))
     return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings, flags.demo_remove)
 
 
@@ -302,6 +308,13 @@ def _misspelt_in_environment() -> tuple[str, ...]:
     """The environment is everybody's: what is nearly a setting there is told, and no more."""
     found = misspelt(os.environ, _KEYS)
     return (misspelt_words(found, "The environment"),) if found else ()
+
+
+def _unheld(settings: Settings, *, with_proxy: bool) -> tuple[str, ...]:
+    """What is to be said of keys that no port asks for."""
+    if settings.api_keys_file is None or with_proxy:
+        return ()
+    return ("API_KEYS_FILE is of PROXY_PORT, which --no-proxy leaves out: only API_KEY opens MLX_PORT.",)
 
 
 _KEYS = tuple(setting_key(name) for name in Settings.model_fields)

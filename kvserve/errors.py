@@ -10,8 +10,8 @@
        |- BadRequest 400      |- ContextOverflow 400     |- Unauthorized 401      |- Forbidden 403
        |- NotFound 404        |  `- ModelNotFound 404    |- MethodNotAllowed 405  |- RequestTimeout 408
        |- Conflict 409        |- LengthRequired 411      |- BodyTooLarge 413      |- HeadersTooLarge 431
-       |- QueueFull 429       |- NotReady 503            |- MemoryExhausted 503   |- ModelUnavailable 500
-       |- StorageFailure 500   |- NoProgress 503        `- EngineFailure 500
+       |- QueueFull 429       |- LimitReached 429        |- NotReady 503          |- MemoryExhausted 503
+       |- ModelUnavailable 500 |- StorageFailure 500    |- NoProgress 503        `- EngineFailure 500
 
 Protocols turn a request error into their wire form; this file knows none of them. It runs under Python 3.9 too, for
 `settings/start_checks.py`.
@@ -92,7 +92,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """A foreign Origin or a non-local Host."""
+    """A foreign Origin, a non-local Host, or a path that is not for the holder of this key."""
 
     status = 403
 
@@ -150,6 +150,13 @@ class QueueFull(RequestError):
 
     status = 429
     code = "queue_full"
+
+
+class LimitReached(RequestError):
+    """The holder of a key asks more than it may."""
+
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class NotReady(RequestError):

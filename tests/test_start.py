@@ -306,6 +306,17 @@ def test_one_port_for_both_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ending.return_code == 1
 
 
+def test_a_file_of_keys_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything slow begins, with the holder and the field, and without what stands there in a hash's place."""
+    file = tmp_path / "keys.toml"
+    file.write_text("[anna]\nkey_sha256 = ['sk-my-own-secret']\n", "utf-8")
+    settings = {"API_KEY": "k", "API_KEYS_FILE": file}
+    ending = ending_here(tmp_path, settings, capsys, "--demo=tiny", "--port=0", f"--proxy-port={free_port()}")
+    paragraph = error_paragraph(ending)
+    assert ending.return_code == 1 and "secret" not in paragraph
+    assert all(word in paragraph for word in ("API_KEYS_FILE", str(file), "[anna] key_sha256 is no list of SHA-256"))
+
+
 # --- readiness and end ------------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ class AgentStore:
         """A new agent without turns. Raises Conflict if its id is taken."""
         with self._lock:
             if any(shelf.find(new.agent_id) is not None for shelf in self._shelves):
-                raise Conflict(f"There is an agent {new.agent_id!r} already.", param="agent_id")
+                raise Conflict(f"There is an agent {_told(new.agent_id)!r} already.", param="agent_id")
             shelf = self._persistent if new.is_persistent else self._passing
             shelf.insert(new, self._wall_clock())
             return self._agent(new.agent_id)
@@ -100,7 +100,8 @@ class AgentStore:
             if now.key != agent.key:
                 raise _unknown(agent.agent_id)
             if not is_added:
-                raise Conflict(f"Another server has added a turn to agent {agent.agent_id!r}.", param="agent_id")
+                said = f"Another server has added a turn to agent {_told(agent.agent_id)!r}."
+                raise Conflict(said, param="agent_id")
             return now
 
     def delete(self, agent_id: str) -> Agent:
@@ -274,7 +275,12 @@ def _add_later_column(connection: sqlite3.Connection) -> None:
 
 
 def _unknown(agent_id: str) -> NotFound:
-    return NotFound(f"There is no agent {agent_id!r}.", param="agent_id")
+    return NotFound(f"There is no agent {_told(agent_id)!r}.", param="agent_id")
+
+
+def _told(agent_id: str) -> str:
+    """An id as its client has it, whoever holds it."""
+    return agent_id.rpartition("/")[2]
 
 
 # --- messages as JSON ------------------------------------------------------------------------------------------------

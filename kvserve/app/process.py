@@ -22,6 +22,7 @@ from kvserve.config import Launch, load_launch
 from kvserve.errors import KvserveError, StartupError
 from kvserve.observe.terminal import BannerFacts, Terminal
 from kvserve.proxy.generate import proxy_files
+from kvserve.proxy.keys_file import refuse_unusable_keys
 from kvserve.proxy.ownership import refuse_foreign_holder
 from kvserve.settings.start_checks import refuse_unusable_start
 
@@ -88,6 +89,7 @@ def _app(launch: Launch, terminal: Terminal) -> "Server":
     refuse_unusable_start(
         dict(settings), demo=launch.demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
     )
+    refuse_unusable_keys(settings.api_keys_file)
     if launch.with_proxy:
         refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
     from kvserve.app.server import Server

@@ -185,6 +185,7 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
         allowed_origins=settings.allowed_origins,
         allowed_hosts=settings.allowed_hosts,
         max_body_bytes=settings.max_request_body_bytes,
+        api_keys_file=str(settings.api_keys_file.absolute()) if settings.api_keys_file is not None else None,
     )
 
 

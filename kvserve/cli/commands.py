@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "launch": ("launching:launch", "Start a client against the running server."),
     "explain": ("explaining:explain", "Why a request reused what it did."),
     "top": ("top:top", "Watch a running server in the terminal."),
+    "keys": ("key_list:keys", "Keys for those who may use port 4000, and whose they are."),
     "service": ("service_files:service", "The file that has launchd or systemd keep a server running."),
     "doctor": ("doctor:doctor", "What would be in a start's way, and a text for an issue."),
 }

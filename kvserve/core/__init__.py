@@ -58,11 +58,13 @@ from kvserve.core.messages import (
 )
 from kvserve.core.principals import (
     AGENTS,
+    HELD,
     KEY_HEADER,
     NO_KEY,
     NOBODY,
     Principal,
     SessionHint,
+    holder_digest,
     key_digest,
     principal_digest,
 )

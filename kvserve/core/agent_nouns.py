@@ -8,6 +8,17 @@ from kvserve.core.generation import TokenSequence
 from kvserve.core.messages import Message
 
 
+def held_id(holder: str, agent_id: str) -> str:
+    """The id under which an agent is kept: behind the digest of its holder, whose agents are nobody else's; "" holds
+    those that all may talk to. No client can choose an id with a slash in it."""
+    return f"{holder}/{agent_id}" if holder else agent_id
+
+
+def holder_of(agent_id: str) -> str:
+    """The digest of the holder of an agent that is kept under this id; "" for one that all may talk to."""
+    return agent_id.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class NewAgent:
     """A client's request for an agent; "" leaves its id to the server. `model` None is the server's default at each

@@ -30,6 +30,9 @@ KEY_HEADER: Final = "x-kvserve-key"
 """The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key.
 On its way it stands behind a secret, which `web/handler.py` takes off; told without that it is left out."""
 
+HELD: Final = "held"
+"""Stands behind the digest of a principal whose key an operator gave out: its agents are nobody else's."""
+
 NO_KEY: Final = "-"
 
 _DIGEST_CHARACTERS = 16
@@ -45,11 +48,18 @@ def principal_digest(kind: str, text: str) -> str:
 
 def key_digest(headers: Mapping[str, str]) -> str:
     """The digest of the key that headers (lower-case names) carry, as `Principal.key`; "" without one."""
-    if told := headers.get(KEY_HEADER, "").strip():
+    told, _, _ = headers.get(KEY_HEADER, "").strip().partition(" ")
+    if told:
         return "" if told == NO_KEY else told if _DIGEST.fullmatch(told) else principal_digest("key", told)
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     sent = bearer.strip() if scheme.lower() == "bearer" else ""
     return principal_digest("key", sent or headers.get("x-api-key", "").strip())
+
+
+def holder_digest(headers: Mapping[str, str]) -> str:
+    """The digest of the principal whose key an operator gave out; "" for all others, who share what has no owner."""
+    told, _, mark = headers.get(KEY_HEADER, "").strip().partition(" ")
+    return told if mark == HELD and _DIGEST.fullmatch(told) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,12 @@ def json_header() -> HeaderList:
     return [(b"content-type", b"application/json")]
 
 
+def retry_after(error: RequestError) -> HeaderList:
+    """When to come back, where an error says it."""
+    seconds = error.retry_after_seconds
+    return [(b"retry-after", str(seconds).encode())] if seconds is not None else []
+
+
 def encoded(lines: HeaderLines) -> HeaderList:
     """Header lines in ASGI's form."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in lines]

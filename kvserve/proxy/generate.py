@@ -20,6 +20,7 @@ class ProxySettings:
     the name. `backend_model_id` is what the backend itself lists that model as.
     With `api_key` every request needs that key and the backend gets it too; without, any key or none will do.
     By `secret` the backend knows that it is the proxy who says whose key a request came with.
+    With `api_keys_file` the holders that this file names may call too; LiteLLM gets `api_key` whoever calls.
     A stream that is silent for `keep_alive_seconds` (at least 1) gets a comment.
     `allowed_origins` and `allowed_hosts` extend loopback exactly as they do on the backend's own port.
     """
@@ -38,6 +39,7 @@ class ProxySettings:
     max_log_bytes: int = 2**20
     keep_alive_seconds: float = 10.0
     startup_timeout_seconds: float = 120.0
+    api_keys_file: str | None = None
 
     @property
     def files(self) -> "ProxyFiles":

@@ -6,13 +6,15 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvserve.core import KEY_HEADER, NO_KEY, key_digest
-from kvserve.errors import EngineFailure, RequestError
+from kvserve.errors import EngineFailure, Forbidden, RequestError
 from kvserve.proxy.access import AccessRules, Headers, check_access, preflight_headers, sharing_headers
 from kvserve.proxy.asgi import (
     App,
@@ -30,10 +32,13 @@ from kvserve.proxy.asgi import (
     read_headers,
     read_json_object,
     replay,
+    retry_after,
     with_request_id,
 )
 from kvserve.proxy.envelope import CURRENT_EXCHANGE, EMPTY_BODY, ProxyExchange, native_scope, run_while_wanted
+from kvserve.proxy.keys_file import KeyHolder, KeysFile, headers_of_holder
 from kvserve.proxy.paths import Envelope, ProxyRoute, find_route, versioned
+from kvserve.proxy.request_limits import RequestLimits
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
 _MODEL_PLACE = "/v1/models/"
@@ -42,7 +47,8 @@ _MODEL_PLACE = "/v1/models/"
 @dataclass(frozen=True, slots=True)
 class GuardRules:
     """The guard's rules, passed to the child process as JSON. `secret` proves the guard's statements to the backend.
-    LiteLLM lists `listed_model_id`; `backend_model_id` is the same model's name on the backend's own port."""
+    LiteLLM lists `listed_model_id`; `backend_model_id` is the same model's name on the backend's own port. With
+    `api_keys_file` the holders that it names may speak beside who has `api_key`."""
 
     host: str
     listed_model_id: str
@@ -53,6 +59,7 @@ class GuardRules:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
+    api_keys_file: str | None = None
 
     @property
     def access(self) -> AccessRules:
@@ -97,6 +104,9 @@ class Guard:
         self._app = app
         self._backend = backend
         self._rules = rules
+        file = rules.api_keys_file
+        self._keys = KeysFile(Path(file), rules.api_key, _say_to_log) if file is not None else None
+        self._limits = RequestLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection scope."""
@@ -118,11 +128,29 @@ class Guard:
                 await answer(send, 204, b"", encoded((*sharing_headers(origin), *granted)))
                 return
             route = find_route(scope["method"], scope["path"], headers)
-            check_access(headers, self._rules.access, needs_key=route.needs_key)
-            await self._pass_on(route, at_path(scope, route.path), receive, AnswerFilter(send, origin))
+            holder = self._admit(route, headers)
+            with self._limits.admit(holder) if route.counts(scope["method"]) else nullcontext():
+                inner = {**at_path(scope, route.path), "headers": self._headers_of(holder, scope["headers"])}
+                await self._pass_on(route, inner, receive, AnswerFilter(send, origin))
         except RequestError as error:
             body = error_body(error, versioned(scope["path"]))
-            await answer(send, error.status, body, [*json_header(), *encoded(sharing_headers(origin))])
+            own = [*json_header(), *retry_after(error)]
+            await answer(send, error.status, body, [*own, *encoded(sharing_headers(origin))])
+
+    def _admit(self, route: ProxyRoute, headers: Headers) -> KeyHolder | None:
+        """Who asks; None where nobody is asked for a key of the file. Raises Unauthorized, Forbidden, NotReady."""
+        if self._keys is None or not route.needs_key:
+            check_access(headers, self._rules.access, needs_key=route.needs_key)
+            return None
+        holder = self._keys.holder(headers)
+        if route.for_operator and not holder.is_operator:
+            raise Forbidden("This path is for operators: ask who gave you the key.")
+        return holder
+
+    def _headers_of(self, holder: KeyHolder | None, sent: HeaderList) -> HeaderList:
+        """The request's headers: whose it is in its key or, of a holder, in `KEY_HEADER`, which no client may set."""
+        kept = [pair for pair in sent if pair[0].lower() != KEY_HEADER.encode()]
+        return kept if holder is None else headers_of_holder(kept, holder, self._rules.api_key)
 
     async def _pass_on(self, route: ProxyRoute, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
         if route.way == "direct":
@@ -190,6 +218,12 @@ class Guard:
         logging.disable(logging.NOTSET)
 
 
+def _say_to_log(line: str) -> None:
+    """Past the log records, whose text is not kept: this line quotes no request."""
+    sys.stderr.write(f"kvserve: {line}\n")
+    sys.stderr.flush()
+
+
 async def _say_nothing() -> Message:
     return await asyncio.Future()
 
@@ -253,9 +287,11 @@ def inner_headers(scope: Scope, num_body_bytes: int, secret: str) -> HeaderList:
 
 
 def told_key(sent: Headers, secret: str) -> tuple[bytes, bytes]:
-    """The header that tells the backend the key of a request with these headers."""
-    own = {name: values[0] for name, values in sent.items() if name != KEY_HEADER}
-    told = f"{secret} {key_digest(own) or NO_KEY}".lstrip()  # LiteLLM's client refuses a value that begins with a blank
+    """The header that tells the backend whose a request with these headers is: what the guard knows of a holder, else
+    the digest of its key."""
+    own = {name: values[0] for name, values in sent.items()}
+    whose = own.get(KEY_HEADER) or key_digest(own) or NO_KEY
+    told = f"{secret} {whose}".lstrip()  # LiteLLM's client refuses a value that begins with a blank
     return KEY_HEADER.encode(), told.encode()
 
 

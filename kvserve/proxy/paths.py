@@ -15,13 +15,20 @@ type Way = Literal["litellm", "as it is", "direct"]
 @dataclass(frozen=True, slots=True)
 class ProxyRoute:
     """A path that the proxy serves. `envelope` makes the body that LiteLLM sees of a JSON object. `find_route` sets
-    `path` to the request's path with its `/v1`."""
+    `path` to the request's path with its `/v1`. Where holders have keys, `for_operator` is refused to all others, and
+    POST requests count in their limits where `is_limited`."""
 
     methods: tuple[str, ...]
     way: Way
     envelope: Envelope | None = None
     needs_key: bool = True
+    for_operator: bool = False
+    is_limited: bool = True
     path: str = ""
+
+    def counts(self, method: str) -> bool:
+        """Whether a request of this method counts in its holder's limits: to read and to delete is free."""
+        return self.is_limited and method == "POST"
 
 
 _GET = ("GET", "HEAD")
@@ -36,24 +43,24 @@ ROUTES: Mapping[str, ProxyRoute] = {
     "/health/liveliness": ProxyRoute(("GET",), "litellm", needs_key=False),
     "/v1/completions": ProxyRoute(("POST",), "as it is"),
     "/v1/messages": ProxyRoute(("POST",), "as it is"),
-    "/v1/messages/count_tokens": ProxyRoute(("POST",), "as it is"),
+    "/v1/messages/count_tokens": ProxyRoute(("POST",), "as it is", is_limited=False),
     "/v1/responses": ProxyRoute(("POST",), "as it is"),
     "/v1/responses/*": ProxyRoute(("GET", "DELETE"), "as it is"),
     "/v1/agents": ProxyRoute(("GET", "POST"), "as it is"),
     "/v1/agents/*": ProxyRoute(("GET", "POST", "DELETE"), "as it is"),
     "/v1/models/*": ProxyRoute(_GET, "direct"),
-    "/v1/models/load": ProxyRoute(("POST",), "direct"),
-    "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct"),
+    "/v1/models/load": ProxyRoute(("POST",), "direct", for_operator=True, is_limited=False),
+    "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct", for_operator=True),
     "/v1/cache/explain": ProxyRoute(_GET, "direct"),
     "/v1/cache/explain/*": ProxyRoute(_GET, "direct"),
     "/v1/cache/prewarm": ProxyRoute(("POST",), "direct"),
-    "/metrics": ProxyRoute(_GET, "direct"),
+    "/metrics": ProxyRoute(_GET, "direct", for_operator=True),
     "/health": ProxyRoute(_GET, "direct", needs_key=False),
     "/": ProxyRoute(_GET, "direct", needs_key=False),
     "/dashboard": ProxyRoute(_GET, "direct", needs_key=False),
-    "/dashboard/events": ProxyRoute(_GET, "direct"),
+    "/dashboard/events": ProxyRoute(_GET, "direct", for_operator=True),
     "/dashboard/clients": ProxyRoute(_GET, "direct"),
-    "/dashboard/sessions/*": ProxyRoute(_GET, "direct"),
+    "/dashboard/sessions/*": ProxyRoute(_GET, "direct", for_operator=True),
     "/dashboard/*": ProxyRoute(_GET, "direct", needs_key=False),
 }
 """By path; a path that ends with `*` stands for all that begin with it."""
@@ -100,7 +107,7 @@ def _is_below(path: str, places: tuple[str, ...]) -> bool:
 def _why_not(path: str) -> str:
     if _is_below(path, _KEY_MANAGEMENT):
         return (
-            "LiteLLM's virtual keys, users, teams and budgets need a database, and this proxy has none: API_KEY is its "
-            "only key."
+            "LiteLLM's virtual keys, users, teams and budgets need a database, and this proxy has none: its keys are "
+            "API_KEY and those of API_KEYS_FILE."
         )
     return "Neither kvserve nor the proxy serves this path."

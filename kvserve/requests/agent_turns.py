@@ -22,12 +22,13 @@ from kvserve.core import (
     AnswerEvent,
     Finished,
     Message,
+    Principal,
     RequestId,
     TextBlock,
     TokenSequence,
     Turn,
 )
-from kvserve.core.agent_nouns import Agent, NewAgent, TurnDone
+from kvserve.core.agent_nouns import Agent, NewAgent, TurnDone, held_id, holder_of
 from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
 from kvserve.identity.owner import Owner
 from kvserve.protocols.agents import AgentCard, AgentNote
@@ -68,7 +69,11 @@ class _Shown:
 
 
 class Agents:
-    """Every agent of one server. Any thread may call it."""
+    """Every agent of one server. Any thread may call it.
+
+    `holder` is the digest of who asks where an operator gave out keys: it finds its own agents, under the ids that it
+    gave them, and no others. "" is everybody else: all agents are there, those of a holder as `DIGEST/ID`.
+    """
 
     def __init__(self, store: AgentStore, models: Models) -> None:
         self._store = store
@@ -78,11 +83,12 @@ class Agents:
 
     # --- agents -------------------------------------------------------------------------------------------------------
 
-    def create(self, new: NewAgent) -> AgentCard:
+    def create(self, new: NewAgent, holder: str = "") -> AgentCard:
         """A new agent. Raises Conflict for a taken id, ModelNotFound for a model that is not here."""
         if new.model is not None:
             self._models.resolve(new.model)
-        return self._card(self._store.create(replace(new, agent_id=new.agent_id or f"agent-{secrets.token_hex(8)}")))
+        agent_id = held_id(holder, new.agent_id or f"agent-{secrets.token_hex(8)}")
+        return self._card(self._store.create(replace(new, agent_id=agent_id)), holder)
 
     @property
     def num_agents(self) -> int | None:
@@ -92,31 +98,33 @@ class Agents:
         except StorageFailure:
             return None
 
-    def cards(self) -> list[AgentCard]:
-        """All agents, the oldest first."""
-        return [self._card(agent) for agent in self._store.agents()]
+    def cards(self, holder: str = "") -> list[AgentCard]:
+        """All agents that are there for who asks, the oldest first."""
+        found = [agent for agent in self._store.agents() if not holder or holder_of(agent.agent_id) == holder]
+        return [self._card(agent, holder) for agent in found]
 
-    def card(self, agent_id: str) -> AgentCard:
+    def card(self, agent_id: str, holder: str = "") -> AgentCard:
         """Raises NotFound."""
-        return self._card(self._store.agent(agent_id))
+        return self._card(self._store.agent(held_id(holder, agent_id)), holder)
 
-    def history(self, agent_id: str) -> list[Message]:
+    def history(self, agent_id: str, holder: str = "") -> list[Message]:
         """The whole history, with the system prompt in front. Raises NotFound."""
-        agent = self._store.agent(agent_id)
+        agent = self._store.agent(held_id(holder, agent_id))
         turns = self._store.history(agent)
         return [*_system(agent.system_prompt), *(message for turn in turns for message in turn)]
 
-    def delete(self, agent_id: str) -> None:
+    def delete(self, agent_id: str, holder: str = "") -> None:
         """Take an agent, its history and its KV away; a turn of it that runs is answered, but kept nowhere.
 
         Raises NotFound.
         """
-        agent = self._store.delete(agent_id)
+        agent = self._store.delete(held_id(holder, agent_id))
         if agent.context_model is not None:
-            self._models.let_go(agent.context_model, agent.context, _owner(agent_id).name)
+            self._models.let_go(agent.context_model, agent.context, _owner(agent.agent_id).name)
 
-    def _card(self, agent: Agent) -> AgentCard:
-        return AgentCard(agent, self._models.name_of(agent.model), self._status(agent))
+    def _card(self, agent: Agent, holder: str) -> AgentCard:
+        status = self._status(agent)
+        return AgentCard(_shown_to(holder, agent), self._models.name_of(agent.model), status)
 
     def _status(self, agent: Agent) -> str:
         """Where most of the conversation's KV is."""
@@ -128,11 +136,12 @@ class Agents:
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def generate(self, agent_id: str, turn: Turn) -> "AgentTurn":
+    def generate(self, agent_id: str, turn: Turn, holder: str = "") -> "AgentTurn":
         """Answer the new messages of `turn` in the agent's conversation.
 
         Raises NotFound, and what else can be said before anything is computed, unless other turns come before it.
         """
+        asked_for, agent_id = agent_id, held_id(holder, agent_id)
         agent = self._store.agent(agent_id)
         # whatever session and key its client has of its own: who knows an agent's name talks to that agent
         owner = _owner(agent_id)
@@ -143,7 +152,7 @@ class Agents:
         with self._lock:
             queue = self._queues[agent_id]
             if len(queue) > NUM_QUEUED_TURNS:
-                raise QueueFull(f"{len(queue)} turns of agent {agent_id!r} are open already.", retry_after_seconds=5)
+                raise QueueFull(f"{len(queue)} turns of agent {asked_for!r} are open already.", retry_after_seconds=5)
             queue.append(ticket)
         shown: _Shown | None = None
 
@@ -159,7 +168,8 @@ class Agents:
         def keep(running: TurnInProgress, is_whole: bool) -> AgentNote:
             if shown is None:
                 raise RuntimeError("the turn has not begun")
-            return self._keep(shown, running, is_stored=is_whole and not turn.session.wants_nothing_kept)
+            note = self._keep(shown, running, is_stored=is_whole and not turn.session.wants_nothing_kept)
+            return replace(note, agent_id=asked_for)
 
         leave = partial(self._leave, agent_id, ticket)
         running = AgentTurn(turn.request_id, self._models.name_of(turn.model or agent.model), begin, leave, keep)
@@ -267,8 +277,14 @@ class AgentTurn(DeferredTurn):
 
 
 def _owner(agent_id: str) -> Owner:
-    """Whose records an agent's turns find and leave: no client's, whichever session it names."""
-    return Owner(AGENTS, f"agent:{agent_id}", is_one_client=True)
+    """Whose records an agent's turns find and leave: its holder's, else no client's, whichever session it names."""
+    holder = holder_of(agent_id)
+    return Owner(Principal(holder) if holder else AGENTS, f"agent:{agent_id}", is_one_client=True)
+
+
+def _shown_to(holder: str, agent: Agent) -> Agent:
+    """The agent as who asks has named it."""
+    return replace(agent, agent_id=agent.agent_id.removeprefix(held_id(holder, ""))) if holder else agent
 
 
 def _system(prompt: str | None) -> tuple[Message, ...]:

@@ -264,6 +264,8 @@ DEFAULTS: Mapping[str, Any] = {
     "proxy_port": 4000,
     "cache_rule_policies": (),
     "blas_library": "auto",
+    "api_key": None,
+    "api_keys_file": None,
     "disk_cache_dir": "~/.cache/kvserve",
     "state_dir": "~/.cache/kvserve/run",
 }
@@ -332,6 +334,7 @@ KINDS: Mapping[str, Kind] = {
     "speculation_exact": _SWITCH,
     "blas_library": Kind(_library, f"auto, off or a library file; {_HOMELESS}"),
     "api_key": _ANY,
+    "api_keys_file": _FILE,
     "allowed_origins": _NAMES,
     "allowed_hosts": _NAMES,
     "max_request_body_bytes": _sized("64MiB"),

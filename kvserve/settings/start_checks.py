@@ -96,6 +96,7 @@ def refuse_unusable_start(
         (True, refuse_unusable_address, ("mlx_host", "mlx_port")),
         (demo is None, refuse_unusable_model, ("model_path",)),
         (True, refuse_unusable_draft_model, ("draft_model",)),
+        (True, _refuse_unusable_keys, ("api_keys_file", "api_key")),
         (True, partial(_refuse_demo_nowhere, demo), ("state_dir",)),
         (writes_kv, refuse_unusable_folder, ("disk_cache_dir",)),
         (with_proxy, _refuse_proxy_nowhere, ("proxy_port", "state_dir")),
@@ -179,6 +180,22 @@ def template_text(file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise SettingError("CHAT_TEMPLATE", str(file), f"a file that can be read ({reason})") from None
+
+
+def _refuse_unusable_keys(file: Path | None, api_key: str | None) -> None:
+    """Raises SettingError for a file that is not there, and for one without a key for port 8080. What stands in it is
+    read by `app/process.py`."""
+    if file is None:
+        return
+    if not api_key:
+        expected = (
+            "API_KEY to be set beside it: the operator's key on both ports and the only one on MLX_PORT, where users' "
+            "keys do not count"
+        )
+        raise SettingError("API_KEYS_FILE", str(file), expected)
+    if not os.path.isfile(file):
+        expected = "a file that is there; `kvserve keys new NAME` prints what goes into it"
+        raise SettingError("API_KEYS_FILE", str(file), expected)
 
 
 def model_folders(names: Sequence[str]) -> tuple[Path, ...]:

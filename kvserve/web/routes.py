@@ -4,7 +4,7 @@ import contextlib
 import time
 from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.core import JsonObject, Turn, key_digest
+from kvserve.core import JsonObject, Turn, holder_digest, key_digest
 from kvserve.engine.warming import Warming, WarmResult
 from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
@@ -32,24 +32,24 @@ from kvserve.web.service import WebService
 
 def post_agents(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/agents."""
-    card = service.agents.create(agents.parse_create(decode_body(exchange.body)))
+    card = service.agents.create(agents.parse_create(decode_body(exchange.body)), _holder(exchange))
     exchange.send_json(201, agents.encode_agent(card))
 
 
 def get_agents(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/agents."""
-    exchange.send_json(200, agents.encode_list(service.agents.cards()))
+    exchange.send_json(200, agents.encode_list(service.agents.cards(_holder(exchange))))
 
 
 def get_agent(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/agents/{agent_id}."""
-    agent_id = exchange.path_rest
-    exchange.send_json(200, agents.encode_agent(service.agents.card(agent_id), service.agents.history(agent_id)))
+    asked_for = exchange.path_rest, _holder(exchange)
+    exchange.send_json(200, agents.encode_agent(service.agents.card(*asked_for), service.agents.history(*asked_for)))
 
 
 def delete_agent(exchange: HttpExchange, service: WebService) -> None:
     """DELETE /v1/agents/{agent_id}."""
-    service.agents.delete(exchange.path_rest)
+    service.agents.delete(exchange.path_rest, _holder(exchange))
     exchange.send_json(200, agents.encode_deleted(exchange.path_rest))
 
 
@@ -57,7 +57,7 @@ def post_generate(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/agents/{agent_id}/generate."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = agents.parse_generate(body, headers, service.defaults, exchange.request_id)
-    running = service.agents.generate(exchange.path_rest, request.turn)
+    running = service.agents.generate(exchange.path_rest, request.turn, _holder(exchange))
     chat = openai_chat.ChatEncoder(
         exchange.request_id,
         running.model_name,
@@ -66,6 +66,11 @@ def post_generate(exchange: HttpExchange, service: WebService) -> None:
         uses_functions=request.uses_functions,
     )
     _send_chat(exchange, running, agents.AgentEncoder(chat, lambda: running.note), stream=request.stream)
+
+
+def _holder(exchange: HttpExchange) -> str:
+    """Whose agents are there for a request: the holder's of its key, "" for all."""
+    return holder_digest(exchange.head.as_mapping())
 
 
 AGENT_ROUTES = (

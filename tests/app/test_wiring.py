@@ -98,6 +98,7 @@ PLACES: list[tuple[str, str, str, object]] = [
     ("WIRED_LIMIT", "AUTO", "engine.wired_bytes", None),
     ("API_KEY", "secret", "web.api_key", "secret"),
     ("API_KEY", "secret", "proxy.api_key", "secret"),
+    ("API_KEYS_FILE", "/etc/keys.toml", "proxy.api_keys_file", "/etc/keys.toml"),
     ("ALLOWED_ORIGINS", "https://a.example, https://b.example", "web.allowed_origins",
      ("https://a.example", "https://b.example")),
     ("ALLOWED_ORIGINS", "https://a.example", "proxy.allowed_origins", ("https://a.example",)),

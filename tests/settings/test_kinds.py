@@ -106,7 +106,8 @@ def test_an_alias_has_a_name_and_a_model(pair: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["disk_cache_dir", "state_dir", "log_root", "model_folders", "chat_template", "draft_model"]
+    "name",
+    ["disk_cache_dir", "state_dir", "log_root", "model_folders", "chat_template", "draft_model", "api_keys_file"],
 )
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "a\0b"])
 def test_a_path_that_can_be_none_is_refused(name: str, path: str) -> None:

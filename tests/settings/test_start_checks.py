@@ -223,6 +223,8 @@ NOWHERE = [
     ("CHAT_TEMPLATE", "/usr", "a file that is there"),
     ("CHAT_TEMPLATE", sys.executable, "it is no text in UTF-8"),
     ("CHAT_TEMPLATE", "~nosuchuser/x", "a home folder that is known"),
+    ("API_KEYS_FILE", "/etc/hostname", "API_KEY to be set beside it: the operator's key on both ports"),
+    ("API_KEYS_FILE", "~nosuchuser/x", "a home folder that is known"),
     ("MODEL_ALIASES", "x", "name=model pairs, by comma"),
     ("MODEL_ALIASES", "a=b,x=~nosuchuser/m", "a home folder that is known"),
     ("MODEL_FOLDERS", "/nope", "folders that are there"),
@@ -246,6 +248,17 @@ def test_what_leads_nowhere_is_refused_in_one_line(folder: Path, key: str, value
     assert said.startswith(key) and value.split(",")[-1].split("=")[0] in said and advice in said, said
     assert "\n" not in said and said == late([], environ)
     assert sorted(path.name for path in folder.iterdir()) == [".env"]
+
+
+def test_a_file_of_keys_needs_a_key_of_the_operators(folder: Path) -> None:
+    """Beside it the file is taken, if it is there; both say the same."""
+    file = folder / "keys.toml"
+    environ = usable(folder, API_KEYS_FILE=str(file), API_KEY="k")
+    said = early([], environ)
+    assert said == late([], environ) and "a file that is there; `kvserve keys new NAME`" in said
+    file.write_text("", "utf-8")
+    assert early([], environ) == late([], environ) == ""
+    assert "API_KEY to be set beside it" in early([], {**environ, "API_KEY": ""})
 
 
 def test_who_has_no_home_is_told_which_folder_to_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
