@@ -293,7 +293,7 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
     if not flags.no_proxy:
         refuse_equal_ports(settings.mlx_port, settings.proxy_port)
     disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
-    warnings = (*_misspelt_in_environment(), *_unheld(settings, with_proxy=not flags.no_proxy))
+    warnings = _misspelt_in_environment()
     return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings, flags.demo_remove)
 
 
@@ -308,13 +308,6 @@ def _misspelt_in_environment() -> tuple[str, ...]:
     """The environment is everybody's: what is nearly a setting there is told, and no more."""
     found = misspelt(os.environ, _KEYS)
     return (misspelt_words(found, "The environment"),) if found else ()
-
-
-def _unheld(settings: Settings, *, with_proxy: bool) -> tuple[str, ...]:
-    """What is to be said of keys that no port asks for."""
-    if settings.api_keys_file is None or with_proxy:
-        return ()
-    return ("API_KEYS_FILE is of PROXY_PORT, which --no-proxy leaves out: only API_KEY opens MLX_PORT.",)
 
 
 _KEYS = tuple(setting_key(name) for name in Settings.model_fields)

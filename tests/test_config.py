@@ -125,14 +125,6 @@ def test_a_misspelt_setting_in_the_environment_is_told(monkeypatch: pytest.Monke
     )
 
 
-def test_keys_that_no_port_asks_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Port 4000 asks for them, and without it only API_KEY counts."""
-    monkeypatch.setenv("API_KEYS_FILE", "keys.toml")
-    assert load_launch([]).warnings == ()
-    [warning] = load_launch(["--no-proxy"]).warnings
-    assert "API_KEYS_FILE" in warning and "only API_KEY opens MLX_PORT" in warning
-
-
 @given(st.sampled_from(sorted(map(setting_key, Settings.model_fields))), st.data())
 @settings(max_examples=num_examples(40))
 def test_a_slip_of_the_hand_is_recognised(key: str, data: st.DataObject) -> None:

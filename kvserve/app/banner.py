@@ -46,6 +46,8 @@ def banner_facts(
         warnings.append("The model does not see the contents of its past write calls, only their digests.")
     if (support := served.engine.status.cache_support) is not None:
         warnings += support.notes
+    if around.proxy_url is None and settings.api_keys_file is not None:
+        warnings.append("API_KEYS_FILE is of PROXY_PORT, which --no-proxy leaves out: only API_KEY opens MLX_PORT.")
     if around.proxy_url is not None and not around.is_proxy_ready:
         warnings.append("LiteLLM is still starting (10 to 20 s); until then use the second URL.")
     return BannerFacts(

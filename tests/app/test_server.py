@@ -265,6 +265,14 @@ def test_the_banner_warns_of_an_open_server(app: AppUnderTest, monkeypatch: pyte
     assert app.app._banner(app.served).warnings == tuple(access_warnings(open_to_all))
 
 
+def test_the_banner_tells_of_keys_that_no_port_asks_for(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Port 4000 asks for them, and this server has none: only API_KEY counts."""
+    held = app.app._settings.model_copy(update={"api_keys_file": Path("keys.toml")})
+    monkeypatch.setattr(app.app, "_settings", held)
+    [warning] = app.app._banner(app.served).warnings
+    assert "API_KEYS_FILE" in warning and "only API_KEY opens MLX_PORT" in warning
+
+
 # --- what a person reads ----------------------------------------------------------------------------------------------
 
 
