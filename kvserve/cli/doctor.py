@@ -23,6 +23,7 @@ from kvserve.cli.asking import Address, NoAnswer, url_of
 from kvserve.cli.output import gib, json_option, printable_in, show
 from kvserve.config import Launch, Settings, load_launch, setting_key
 from kvserve.errors import ModelLoadError, SettingError, StartupError
+from kvserve.proxy.keys_file import refuse_unusable_keys
 from kvserve.settings.blas_files import computes_on_gpu, how_to_install, library_files
 from kvserve.settings.kinds import KINDS
 from kvserve.settings.ports import describe_holder, somebody_listens
@@ -282,6 +283,7 @@ def _start(settings: Settings, looked_at: Sequence[Finding]) -> Finding:
     asked = {name: value for name, value in settings if name not in told}
     try:
         refuse_unusable_start(asked, demo=None, with_proxy=True, writes_kv=True)
+        refuse_unusable_keys(settings.api_keys_file)
     except StartupError as error:
         key = error.key if isinstance(error, SettingError) else type(error).__name__
         return Finding("start", "bad", str(error), f"would be refused ({key})")

@@ -96,6 +96,18 @@ def test_what_a_start_would_refuse_is_in_the_way(
     assert start.shared == f"would be refused ({key})"
 
 
+def test_a_file_of_keys_that_is_none_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the start's own words; others are told neither its path nor a holder's name."""
+    (tmp_path / "keys.toml").write_text("[anna]\nrows = 1\n", "utf-8")
+    monkeypatch.setenv("API_KEY", "k")
+    monkeypatch.setenv("API_KEYS_FILE", str(tmp_path / "keys.toml"))
+    start = found()["start"]
+    assert start.state == "bad" and "[anna] has 'rows', which is none of" in start.text
+    assert start.shared == "would be refused (API_KEYS_FILE)"
+    (tmp_path / "keys.toml").write_text("", "utf-8")
+    assert found()["start"].state == "ok"
+
+
 def test_a_model_with_code_of_its_own_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a start refuses it."""
     put_model(tmp_path / "model", model_type="qwen3", model_file="own.py")
