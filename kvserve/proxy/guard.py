@@ -82,6 +82,10 @@ _WITHHELD_HEADERS = frozenset(
     {b"origin", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", KEY_HEADER.encode()}
 )
 
+# How names begin that only the guard gives: LiteLLM's endpoint puts what stands behind `x-pass-` in the place of the
+# guard's own headers, and obeys the others.
+_NO_CLIENTS_HEADERS = (KEY_HEADER.encode(), b"x-pass-", b"x-litellm-")
+
 _WARM_UP_SCOPE: Scope = {
     "type": "http",
     "asgi": {"version": "3.0"},
@@ -149,7 +153,7 @@ class Guard:
 
     def _headers_of(self, holder: KeyHolder | None, sent: HeaderList) -> HeaderList:
         """The request's headers: whose it is in its key or, of a holder, in `KEY_HEADER`, which no client may set."""
-        kept = [pair for pair in sent if pair[0].lower() != KEY_HEADER.encode()]
+        kept = [pair for pair in sent if not pair[0].lower().startswith(_NO_CLIENTS_HEADERS)]
         return kept if holder is None else headers_of_holder(kept, holder, self._rules.api_key)
 
     async def _pass_on(self, route: ProxyRoute, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:

@@ -43,12 +43,13 @@ class Deployed:
         url = f"http://127.0.0.1:{self.server.proxy_port}"
         return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, timeout=100)
 
-    def ask(self, key: str, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Status and JSON of an answer; the path goes out as it is written here."""
+    def ask(self, key: str, method: str, path: str, body: object = None, **more: str) -> tuple[int, Any]:
+        """Status and JSON of an answer; the path goes out as it is written here, with headers of `more`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port_of("litellm"), timeout=60)
         try:
             raw = None if body is None else json.dumps(body).encode()
             headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            headers |= {name.replace("_", "-"): value for name, value in more.items()}
             connection.request(method, path, raw, headers)
             response = connection.getresponse()
             text = response.read()
@@ -243,6 +244,26 @@ def test_operators_alone_reach_what_is_everybodys(deployed: Deployed) -> None:
         connection.request("GET", "/v1/models", headers={"x-api-key": key})
         assert connection.getresponse().status == 401
         connection.close()
+
+
+@pytest.mark.parametrize("name", ["x_kvserve_key", "x_pass_x_kvserve_key", "X_Pass_X_Kvserve_Key"])
+def test_nobody_passes_for_the_operator(deployed: Deployed, name: str) -> None:
+    """By no header: LiteLLM's endpoint takes `x-pass-` off a name and puts the rest in the place of what was there."""
+    deployed.holders()
+    for value in ("x", "-", "0123456789abcdef"):
+        for key in (API_KEY, OTTO):
+            assert deployed.ask(key, "POST", "/v1/agents", {"agent_id": f"of-{key}"})[0] == 201
+        status, listed = deployed.ask(OTTO, "GET", "/v1/agents", **{name: value})
+        assert (status, [agent["agent_id"] for agent in listed["agents"]]) == (200, [f"of-{OTTO}"])
+        for key in (API_KEY, OTTO):
+            assert deployed.ask(key, "DELETE", f"/v1/agents/of-{key}")[0] == 200
+
+
+def test_litellm_is_told_nothing_by_its_own_headers(deployed: Deployed) -> None:
+    """A key of its header would be asked for in the place of the server's."""
+    body = {"messages": SAID, "max_tokens": 2}
+    headers = {"x_litellm_api_key": "wrong", "x_litellm_timeout": "0.000001", "x_litellm_disable_callbacks": "all"}
+    assert deployed.ask(OTTO, "POST", "/v1/chat/completions", body, **headers)[0] == 200
 
 
 def test_a_key_that_is_taken_out_is_refused_within_a_second(deployed: Deployed) -> None:

@@ -112,6 +112,19 @@ def test_the_backend_is_told_whose_key_it_is() -> None:
     assert (KEY_HEADER.encode(), NO_KEY.encode()) in inner.seen[0][0]["headers"], "without a secret: no blank before it"
 
 
+@pytest.mark.parametrize("name", ["x-pass-x-kvserve-key", "X-Pass-Origin", "x-litellm-api-key", "X-LiteLLM-Timeout"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/models", "/v1/cache"])
+def test_headers_by_which_litellm_is_led_reach_nobody(name: str, path: str) -> None:
+    """LiteLLM would put them in the place of what the guard says, or obey them; a client's other headers go on."""
+    inner = Inner()
+    scope = scope_of("POST" if path in (CHAT, "/v1/responses") else "GET", path, x_mine="1")
+    scope["headers"].append((name.encode(), b"x"))
+    call(inner, scope, piece(b"{}"), backend=inner)
+    [(seen, _, _)] = inner.seen
+    names = {name.lower() for name, _ in seen["headers"]}
+    assert name.lower().encode() not in names and b"x-mine" in names
+
+
 EQUAL_KEYS = (
     '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":{"a":{"b":1,"b":2}}}}]}]}',
     '{"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","type":"array"}}}]}',
