@@ -31,7 +31,7 @@ KEY_HEADER: Final = "x-kvserve-key"
 On its way it stands behind a secret, which `web/handler.py` takes off; told without that it is left out."""
 
 HELD: Final = "held"
-"""Stands behind the digest of a principal whose key an operator gave out: its agents are nobody else's."""
+"""Stands before the digest of a principal whose key an operator gave out: its agents are nobody else's."""
 
 NO_KEY: Final = "-"
 
@@ -48,8 +48,7 @@ def principal_digest(kind: str, text: str) -> str:
 
 def key_digest(headers: Mapping[str, str]) -> str:
     """The digest of the key that headers (lower-case names) carry, as `Principal.key`; "" without one."""
-    told, _, _ = headers.get(KEY_HEADER, "").strip().partition(" ")
-    if told:
+    if told := headers.get(KEY_HEADER, "").strip().rpartition(" ")[2]:
         return "" if told == NO_KEY else told if _DIGEST.fullmatch(told) else principal_digest("key", told)
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     sent = bearer.strip() if scheme.lower() == "bearer" else ""
@@ -58,7 +57,7 @@ def key_digest(headers: Mapping[str, str]) -> str:
 
 def holder_digest(headers: Mapping[str, str]) -> str:
     """The digest of the principal whose key an operator gave out; "" for all others, who share what has no owner."""
-    told, _, mark = headers.get(KEY_HEADER, "").strip().partition(" ")
+    mark, _, told = headers.get(KEY_HEADER, "").strip().partition(" ")
     return told if mark == HELD and _DIGEST.fullmatch(told) else ""
 
 

@@ -221,5 +221,5 @@ def headers_of_holder(
     """A request's headers with the server's own key in the place of the holder's, and whose request it is."""
     kept = [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
     own = [(b"authorization", f"Bearer {api_key}".encode())] if api_key is not None else []
-    told = [(KEY_HEADER.encode(), f"{holder.digest} {HELD}".encode())] if holder.digest else []
+    told = [(KEY_HEADER.encode(), f"{HELD} {holder.digest}".encode())] if holder.digest else []
     return [*kept, *own, *told]

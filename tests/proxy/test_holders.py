@@ -152,9 +152,9 @@ DIGESTS = {name: KeyHolder(name, name).digest for name in TABLES}
 def test_the_backend_gets_the_servers_key_and_whose_it_is(file: Path, path: str, method: str, spelled: str) -> None:
     """LiteLLM's master key is API_KEY whatever key came; the client's own goes no further, in no header."""
     for key, whose in (
-        (ANNA, f"{DIGESTS['anna']} {HELD}"),
-        (ANNAS_SECOND, f"{DIGESTS['anna']} {HELD}"),
-        (OTTO, f"{DIGESTS['otto']} {HELD}"),
+        (ANNA, f"{HELD} {DIGESTS['anna']}"),
+        (ANNAS_SECOND, f"{HELD} {DIGESTS['anna']}"),
+        (OTTO, f"{HELD} {DIGESTS['otto']}"),
         (API_KEY, key_digest({"x-api-key": API_KEY})),
     ):
         inner = Inner()
