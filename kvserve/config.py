@@ -16,11 +16,30 @@ from dotenv import dotenv_values
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvserve.core.rank_place import RankPlace
 from kvserve.errors import SettingError, StartupError
 from kvserve.settings.env_file import read_text
 from kvserve.settings.flags import SETTING_OF_FLAG, DemoKind, FlagError, misspelt, misspelt_words, parse_flags
-from kvserve.settings.kinds import DEFAULTS, KINDS, BlasSearch, DraftLimit, GroupSize, KvBits, ModelFamily, QuantScheme
-from kvserve.settings.start_checks import refuse_equal_ports, refuse_misspelt, refuse_model_of_demo
+from kvserve.settings.kinds import (
+    DEFAULTS,
+    KINDS,
+    BlasSearch,
+    DraftLimit,
+    GroupSize,
+    KvBits,
+    ModelFamily,
+    QuantScheme,
+    shown,
+)
+from kvserve.settings.rank_env import off_over_ranks, rank_place, refuse_demo_of_ranks
+from kvserve.settings.rank_variables import OFF_OVER_RANKS
+from kvserve.settings.start_checks import (
+    refuse_backends,
+    refuse_equal_ports,
+    refuse_misspelt,
+    refuse_model_of_demo,
+    refuse_shared_without_disk,
+)
 
 NameList = Annotated[tuple[str, ...], NoDecode]
 
@@ -58,6 +77,7 @@ class Settings(BaseSettings):
     mlx_host: str = Field(DEFAULTS["mlx_host"], description="Address that kvserve listens on.")
     mlx_port: int = Field(DEFAULTS["mlx_port"], description="Port of kvserve itself; 0 takes a free one.")
     proxy_port: int = Field(DEFAULTS["proxy_port"], description="Port of the LiteLLM proxy.")
+    proxy_host: str = Field(DEFAULTS["proxy_host"], description="Address that the LiteLLM proxy listens on.")
     proxy_startup_wait_seconds: float = Field(
         2.0, description="How long the banner waits for the proxy; readiness itself is polled."
     )
@@ -134,6 +154,11 @@ class Settings(BaseSettings):
         2 * 10**9, description="What stays free on the volume: below it nothing is written."
     )
     disk_cache_ttl_hours: float = Field(24, description="Idle hours after which KV and records leave the disk.")
+    remote_cache_url: str | None = Field(
+        None,
+        description="A Redis server that several kvserve share: what one computed the others read. None: no word "
+        "leaves this machine.",
+    )
     warm_next_turn: bool = Field(
         True, description="While idle, compute what the next request of each session must begin with."
     )
@@ -187,6 +212,16 @@ class Settings(BaseSettings):
     blas_library: BlasSearch | Path = Field(
         DEFAULTS["blas_library"],
         description="The BLAS for products in float32 on Linux: AUTO looks for one, OFF takes the wheel's, or a file.",
+    )
+    backends: NameList = Field(
+        DEFAULTS["backends"],
+        description="Servers behind `kvserve proxy`: [NAME=]http[s]://[KEY@]HOST[:PORT], by comma.",
+    )
+    backend_max_waiting: int = Field(
+        8, description="Requests that may wait at one of BACKENDS before its sessions go elsewhere."
+    )
+    proxy_secret: str | None = Field(
+        None, description="By it BACKENDS believe `kvserve proxy` whose request it is; the same for all of them."
     )
     api_key: str | None = Field(
         DEFAULTS["api_key"], description="Required as Bearer or x-api-key on both ports when set."
@@ -269,6 +304,7 @@ class Launch:
     environment: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     removes_demo: bool = False
+    ranks: RankPlace | None = None
 
 
 def setting_key(name: str) -> str:
@@ -290,11 +326,17 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
         settings = Settings(_env_file=env_file, **given)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     except ValidationError as error:
         raise _as_setting_error(error, given) from None
+    refuse_shared_without_disk(settings.remote_cache_url, flags.no_disk_cache or flags.ephemeral_cache)
     if not flags.no_proxy:
         refuse_equal_ports(settings.mlx_port, settings.proxy_port)
+        refuse_backends(settings.backends)
     disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
-    warnings = _misspelt_in_environment()
-    return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings, flags.demo_remove)
+    warnings, ranks = _misspelt_in_environment(), rank_place(os.environ)
+    if ranks is not None:
+        refuse_demo_of_ranks(flags.demo, ranks)
+        settings, warnings = settings.model_copy(update=OFF_OVER_RANKS), (*warnings, off_over_ranks(ranks))
+    with_proxy = not flags.no_proxy and (ranks is None or ranks.leads)
+    return Launch(settings, flags.demo, with_proxy, disk_cache, dict(os.environ), warnings, flags.demo_remove, ranks)
 
 
 def _check_names_in(env_file: Path | None) -> None:
@@ -318,4 +360,4 @@ def _as_setting_error(error: ValidationError, given: Mapping[str, object]) -> Se
     first = error.errors()[0]
     name = str(first["loc"][0]).lower()
     key = SETTING_OF_FLAG[name] if name in given else setting_key(name)
-    return SettingError(key, first["input"], KINDS[name].expected)
+    return SettingError(key, shown(name, first["input"]), KINDS[name].expected)

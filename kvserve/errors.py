@@ -166,6 +166,20 @@ class NotReady(RequestError):
     code = "not_ready"
 
 
+class RankLost(RequestError):
+    """The ranks that compute the model together do not any more; all of them end."""
+
+    status = 503
+    code = "rank_lost"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The model is computed by several ranks, and they have ended: {reason}. What was kept is on their disks: "
+            "once they are started again, this request goes on from there.",
+            retry_after_seconds=30,
+        )
+
+
 class MemoryExhausted(RequestError):
     """The row does not fit into memory and nothing can be evicted."""
 

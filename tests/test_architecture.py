@@ -33,6 +33,7 @@ OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
 ORDER = (
     ("core", "errors"),
     ("settings",),
+    ("remote",),
     ("config", "agents", "cache", "canonical", "demo", "drafting", "output", "prompt", "protocols", "sessions"),
     ("engine", "explain", "proxy"),
     ("identity",),
@@ -84,15 +85,21 @@ class Door:
 
 DOORS_BETWEEN = {
     "kvserve.engine": ("kvserve.cache", "kvserve.settings.model_config"),
+    "kvserve.cache": ("kvserve.remote",),
+    "kvserve.remote": ("kvserve.settings.redis_address",),
     "kvserve.canonical": ("kvserve.settings.rule_policies",),
     "kvserve.config": ("kvserve.settings",),
     "kvserve.explain": ("kvserve.sessions",),
-    "kvserve.proxy": ("kvserve.protocols.error_bodies", "kvserve.protocols.fields", "kvserve.settings.ports"),
+    "kvserve.proxy": (
+        *("kvserve.protocols.error_bodies", "kvserve.protocols.fields", "kvserve.protocols.session"),
+        *("kvserve.canonical.canonicalise", "kvserve.settings.ports"),
+    ),
     "kvserve.observe": ("kvserve.requests.request_facts",),
 }
 """The engine owns the prefix tree (.context/decisions/0001), an explanation compares records, the terminal shows
-facts of requests, the guard of port 4000 reads bodies and writes errors as port 8080 does; of what is looked at before
-a start, a few read the same tables and files. Nobody else but the joiners looks into another room."""
+facts of requests, the cache speaks to a server that others share (0096), the guard of port 4000 reads bodies and writes
+errors as port 8080 does, and routes by what a conversation is; of what is looked at before a start, a few read the same
+tables and files. Nobody else but the joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:
@@ -115,12 +122,17 @@ def starts_process(use: Use) -> bool:
     return from_os or is_under(use.name, "subprocess", "multiprocessing", "pty", "asyncio.subprocess")
 
 
+def speaks_redis(use: Use) -> bool:
+    return use.is_import and use.name.partition(".")[0] == "redis"
+
+
 def starts_thread(use: Use) -> bool:
     return use.name.rpartition(".")[2] in THREAD_MAKERS
 
 
 DOORS = (
     Door("only the engine and the demo model import mlx*", is_mlx, ("kvserve/engine/", "kvserve/demo/")),
+    Door("only one file imports redis", speaks_redis, ("kvserve/remote/redis_link.py",)),
     Door(
         "only config.py reads the environment; cli/starting.py hands it on, as start_llm.py does",
         reads_environment,
@@ -132,14 +144,17 @@ DOORS = (
         ("kvserve/proxy/", "kvserve/app/blas.py", "kvserve/demo/fetch.py", "kvserve/cli/launching.py"),
     ),
     Door(
-        "only the engine, who reads weights or writes files, who guesses, web server and proxy watcher start threads",
+        "only the engine, who reads weights or writes files, who shares, who guesses, web server and proxy watcher "
+        "start threads",
         starts_thread,
         (
             "kvserve/engine/worker.py",
             "kvserve/engine/token_dispatcher.py",
             "kvserve/engine/model_digest.py",
+            "kvserve/engine/ranks/rank_link.py",
             "kvserve/cache/disk_worker.py",
             "kvserve/cache/disk_tier.py",
+            "kvserve/remote/shared_server.py",
             "kvserve/sessions/archive.py",
             "kvserve/warming/speculative_prefill.py",
             "kvserve/web/",

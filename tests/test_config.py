@@ -212,3 +212,22 @@ def test_the_listed_model_follows_the_path(monkeypatch: pytest.MonkeyPatch) -> N
     assert load_launch([]).settings.listed_model_id == "openai//models/mine"
     monkeypatch.setenv("PROXY_MODEL_ID", "openai/house")
     assert load_launch([]).settings.listed_model_id == "openai/house"
+
+
+def test_one_of_several_ranks_drafts_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks cannot do together is off whatever was set, and a person is told; alone nothing changes."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["10.0.0.1:5000"], ["10.0.0.2:5000"]]', "utf-8")
+    monkeypatch.setenv("SPECULATION", "4")
+    assert load_launch([], env_file=None).settings.speculation == 4
+    monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
+    monkeypatch.setenv("MLX_RANK", "1")
+    launch = load_launch([], env_file=None)
+    assert launch.ranks is not None
+    assert (launch.ranks.rank, launch.ranks.size) == (1, 2)
+    assert (launch.settings.speculation, launch.settings.warm_next_turn, launch.settings.prewarm_prefixes) == (
+        "off",
+        False,
+        0,
+    )
+    assert any("rank 1 of 2" in line and "SPECULATION" in line for line in launch.warnings)

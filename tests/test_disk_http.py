@@ -53,7 +53,7 @@ def test_records_and_index_count_in_the_cap(tmp_path: Path) -> None:
             files = [*(tmp_path / "kv").glob("index.sqlite*"), *(tmp_path / "kv").glob("records-*/*")]
             assert {path.name for path in files} >= {"index.sqlite", "records.sqlite"}
             with contextlib.suppress(FileNotFoundError):  # SQLite has taken one away meanwhile
-                return bool(disk.tier._worker.account.beside_bytes == sum(path.stat().st_size for path in files))
+                return bool(disk.tier.worker.account.beside_bytes == sum(path.stat().st_size for path in files))
             return False
 
         assert eventually(is_seen)

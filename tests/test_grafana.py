@@ -4,7 +4,10 @@ import json
 import re
 from pathlib import Path
 
-from kvserve.observe.metrics import CACHE_ROWS, DISTRIBUTIONS, HEALTH_ROWS, PREFIX, TOTALS
+from kvserve.observe.metric_rows import CACHE_ROWS, HEALTH_ROWS
+from kvserve.observe.metrics import DISTRIBUTIONS, PREFIX, TOTALS
+from kvserve.proxy.all_backends import merged_metrics
+from kvserve.proxy.backend_health import Fleet
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "grafana-dashboard.json"
 
@@ -31,7 +34,8 @@ def test_every_panel_asks_for_something_that_is_there() -> None:
 
 def test_the_documents_name_metrics_that_are_there() -> None:
     """A histogram by its name, a counter with its suffix."""
-    known = names() | {PREFIX + each.name for each in DISTRIBUTIONS}
+    of_proxies = set(re.findall(r"^# TYPE (\w+)", merged_metrics({}, Fleet((), 8)), re.MULTILINE))
+    known = names() | {PREFIX + each.name for each in DISTRIBUTIONS} | of_proxies
     for document in (*FILE.parent.glob("*.md"), FILE.parent.parent / "README.md", FILE.parent.parent / "CHANGELOG.md"):
         named = set(re.findall(r"\bkvserve_\w+", document.read_text("utf-8")))
         assert named <= known, (document.name, named - known)

@@ -12,10 +12,12 @@ import pytest
 
 from kvserve.core import Principal
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.entry import Backend
 from kvserve.proxy.guard import Guard, GuardRules
 from kvserve.proxy.keys_file import KeyHolder
-from tests.proxy.held import ANNA, ANNAS_SECOND, API_KEY, OTTO, Relay, write_keys
+from tests.proxy.held import ANNA, ANNAS_SECOND, API_KEY, OTTO, write_keys
+from tests.proxy.plain_relay import PlainRelay
 from tests.serving import AppUnderTest, chat_body, eventually, serving_app, slow_prefill
 
 RULES = "You look at places and say what is there, in short and friendly words. " * 8
@@ -66,9 +68,12 @@ class Port:
 
 @asynccontextmanager
 async def port_of(app: AppUnderTest, file: Path) -> AsyncIterator[Port]:
-    backend = Backend(f"http://127.0.0.1:{app.port}")
-    rules = GuardRules("127.0.0.1", "openai/m", api_key=API_KEY, secret=app.app._proxy_secret, api_keys_file=str(file))
-    transport = httpx.ASGITransport(Guard(Relay(backend), backend, rules))
+    behind, here = Backend(), BackendAddress("kvserve", f"http://127.0.0.1:{app.port}", API_KEY)
+    secret = app.app._proxy_secret
+    rules = GuardRules(
+        "127.0.0.1", "openai/m", backends=(here,), api_key=API_KEY, secret=secret, api_keys_file=str(file)
+    )
+    transport = httpx.ASGITransport(Guard(PlainRelay(behind), behind, rules))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         yield Port(client)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvserve import __version__
 from kvserve.app.blas import Blas
 from kvserve.app.demo_model import DemoModel
-from kvserve.app.wiring import access_warnings
+from kvserve.app.proxy_wiring import access_warnings
 from kvserve.config import Settings
 from kvserve.engine.device import DeviceFacts, device_facts
 from kvserve.observe.reports import disk_line
@@ -39,7 +39,7 @@ def banner_facts(
 ) -> BannerFacts:
     """The banner of a server whose model has just been loaded."""
     demo, blas = around.demo, around.blas
-    warnings = [*start_warnings, *access_warnings(settings)]
+    warnings = [*start_warnings, *access_warnings(settings, has_proxy=around.proxy_url is not None)]
     if demo is not None and demo.warning is not None:
         warnings.append(demo.warning)
     if settings.normalize_write_tool_content_for_prompt:

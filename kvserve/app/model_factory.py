@@ -19,9 +19,11 @@ from kvserve.app.catalogue import ModelSource
 from kvserve.app.draft_choice import all_weight_file_bytes, draft_folder
 from kvserve.app.learned_template import LearnedTemplate, learn_template
 from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
+from kvserve.cache.shared_cache import SharedCache
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults
 from kvserve.core.keeping import Scope
+from kvserve.core.rank_place import RankPlace
 from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.fingerprint import records_fingerprint
 from kvserve.engine.memory import memory_bytes, plan_memory
@@ -46,9 +48,9 @@ from kvserve.warming.prewarming import UNKNOWN_TOKEN, warm_learned
 class ModelFactory:
     """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
     `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
-    not. `blas`: see `EngineSettings`. `open_records` are the folders of those models that were described and are known:
-    their files stay open until the process ends. `described` are the files that a model's description was made of; a
-    file of records is opened, read and forgotten in under `opening`."""
+    not. `blas`, `shared`: see `EngineSettings`, `ranks` and `on_lost`: see `Engine`. `open_records` are the folders of
+    those models that were described and are known: their files stay open until the process ends. `described` are the
+    files that a model's description was made of; a file of records is opened, read and forgotten in under `opening`."""
 
     settings: Settings
     defaults: RequestDefaults
@@ -60,6 +62,9 @@ class ModelFactory:
     remote: RemotePictures | None = None
     note: Callable[[str], None] = lambda _: None
     blas: str = ""
+    ranks: RankPlace | None = None
+    on_lost: Callable[[str], None] = lambda _: None
+    shared: SharedCache | None = None
     open_records: set[Path] = field(default_factory=set)
     described: dict[Path, FileStamps] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -272,10 +277,14 @@ class ModelFactory:
         drafts, settings = draft_folder(self.settings, source, tokenizer, self.note), self.settings
         engine = Engine(
             source.folder,
-            replace(engine_settings(settings, self.disk_cache), blas=self.blas, draft_folder=drafts),
+            replace(
+                engine_settings(settings, self.disk_cache), blas=self.blas, draft_folder=drafts, shared=self.shared
+            ),
             grammar_tokenizer=_grammar_tokenizer(tokenizer),
             report=self.report,
             note=self.note,
+            place=self.ranks,
+            on_lost=self.on_lost,
         )
         engine.digest.expected = self.described[source.folder]
         return engine

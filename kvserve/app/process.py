@@ -27,6 +27,7 @@ from kvserve.proxy.ownership import refuse_foreign_holder
 from kvserve.settings.start_checks import refuse_unusable_start
 
 if TYPE_CHECKING:
+    from kvserve.app.follower_process import FollowerProcess
     from kvserve.app.server import Server
 
 
@@ -82,16 +83,23 @@ def _launch(argv: Sequence[str], preloading: Preloading) -> Launch:
     return replace(launch, warnings=(*launch.warnings, *preloading.warnings))
 
 
-def _app(launch: Launch, terminal: Terminal) -> "Server":
-    """The server, once its ports are seen to be free and its folders usable: importing it takes seconds. Raises
-    StartupError."""
-    settings = launch.settings
+def _app(launch: Launch, terminal: Terminal) -> "Server | FollowerProcess":
+    """The server, or the process of a rank that follows another one, once ports are seen to be free and folders usable:
+    importing it takes seconds. Raises StartupError."""
+    settings, follows = launch.settings, launch.ranks is not None and not launch.ranks.leads
+    looked_at = {name: value for name, value in settings if not (follows and name == "mlx_port")}
     refuse_unusable_start(
-        dict(settings), demo=launch.demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
+        looked_at, demo=launch.demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
     )
     refuse_unusable_keys(settings.api_keys_file)
     if launch.with_proxy:
-        refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
+        refuse_foreign_holder(
+            settings.proxy_host, settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port)
+        )
+    if launch.ranks is not None and not launch.ranks.leads:
+        from kvserve.app.follower_process import FollowerProcess
+
+        return FollowerProcess(launch, launch.ranks, terminal)
     from kvserve.app.server import Server
 
     return Server(launch, terminal)
@@ -108,10 +116,13 @@ def _remove_demo(launch: Launch, terminal: Terminal) -> int:
     return 0
 
 
-def _serve(app: "Server", stopping: threading.Event, terminal: Terminal) -> int:
+def _serve(app: "Server | FollowerProcess", stopping: threading.Event, terminal: Terminal) -> int:
     try:
         app.start(stopping)
         stopping.wait()
+        if app.ranks_end.reason:
+            terminal.error(app.ranks_end.reason)
+            return 1
     except KeyboardInterrupt:
         terminal.note("Interrupted while the model was fetched.")
     except KvserveError as error:
@@ -122,7 +133,7 @@ def _serve(app: "Server", stopping: threading.Event, terminal: Terminal) -> int:
     return 0
 
 
-def _on_signals(stopping: threading.Event, app: "Server") -> None:
+def _on_signals(stopping: threading.Event, app: "Server | FollowerProcess") -> None:
     """The first signal sets the event; a download, which looks at no event, is interrupted. The second one ends all."""
     first_at: float | None = None
 

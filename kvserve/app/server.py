@@ -11,28 +11,28 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from kvserve import __version__
 from kvserve.app.banner import Surroundings, banner_facts
 from kvserve.app.blas import active_blas, what_computes
-from kvserve.app.catalogue import Catalogue, Disk, ModelSource
+from kvserve.app.catalogue import ModelSource
 from kvserve.app.demo_model import DemoModel, demo_model
 from kvserve.app.forget_owner import Forgetting
 from kvserve.app.model_factory import ModelFactory
 from kvserve.app.model_pool import Callbacks, ModelPool, engine_fields
+from kvserve.app.proxy_wiring import own_backend, proxy_settings, proxy_url, started_proxy, url_host
+from kvserve.app.ranks_end import RanksEnd
+from kvserve.app.shared_tier import shared_cache
 from kvserve.app.wiring import (
     agent_store,
-    catalogue_settings,
+    catalogue,
     identity_settings,
     observability_settings,
-    proxy_settings,
     remote_pictures,
     request_defaults,
     response_store,
     template_file,
-    url_host,
     web_settings,
 )
 from kvserve.config import Launch
@@ -41,7 +41,6 @@ from kvserve.core.keeping import Scope
 from kvserve.engine.caches_seen import note_code
 from kvserve.engine.hub import fetched_folder
 from kvserve.engine.model import expected_sizes
-from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.warming import Warming
 from kvserve.errors import ModelLoadError, NotFound, NotReady, RequestError
 from kvserve.observe.dashboard import Look
@@ -69,6 +68,8 @@ STREAMS_END_SECONDS = 3.0
 
 ENGINE_STOP_SECONDS = 1.5
 
+DRAIN_FIELDS = ("draining", "num_running", "num_waiting")
+
 
 class Server:
     """One server process. Implements what `web/` needs (`WebService`); `start` and `stop` belong to the main thread."""
@@ -80,13 +81,15 @@ class Server:
         self._started_at = time.time()
         self._blas = active_blas()
         self.is_fetching = False
+        self.ranks_end = RanksEnd()
         self._demo: DemoModel | None = None
         self._proxy: LitellmProxy | None = None
         self.watchers: threading.Semaphore = threading.BoundedSemaphore(MAX_WATCHERS)
         self.observability = Observability(
             observability_settings(self._settings, launch.disk_cache), terminal, self._look
         )
-        self._proxy_secret = secrets.token_hex(16)
+        self._proxy_secret = self._settings.proxy_secret or secrets.token_hex(16)
+        self._is_draining = False
         web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
         self._server = HttpServer(web, make_router(self), terminal.error)
         self.defaults = request_defaults(self._settings)
@@ -94,6 +97,7 @@ class Server:
         self._next_turns = (
             SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
         )
+        self._shared = shared_cache(self._settings, launch.disk_cache, terminal.error)
         observer = self.observability.observer()
         factory = ModelFactory(
             settings=self._settings,
@@ -106,6 +110,9 @@ class Server:
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),
             blas=what_computes(self._blas, launch.environment),
+            ranks=launch.ranks,
+            on_lost=self.ranks_end.come,
+            shared=self._shared,
         )
         callbacks = Callbacks(self._submit, self.observability.refused, terminal.note)
         self._pool = ModelPool(factory, callbacks, max_waiting=max(1, self._settings.max_queued_requests))
@@ -115,6 +122,7 @@ class Server:
             self._next_turns,
             self.responses,
             self.observability,
+            self._shared,
             parts_sessions=self._settings.cache_session_partitioning,
         )
         self._agent_store = agent_store(self._settings, launch.disk_cache)
@@ -135,6 +143,7 @@ class Server:
 
     def start(self, stopping: threading.Event) -> None:
         """Start everything; returns early once `stopping` is set. Raises StartupError."""
+        self.ranks_end.stopping = stopping
         note_code()
         self.responses.tidy()
         self.observability.open()
@@ -144,11 +153,11 @@ class Server:
         self._start_proxy()
         with self._terminal.loading(self._model_name):
             default = ModelSource(self._model_name, self._model_folder(), self._chat_template, is_default=True)
-            disk = Disk(cached_folder, is_model_folder)
-            names = catalogue_settings(self._settings, self._listed_model_id)
-            served = self._pool.start(Catalogue(default, names, disk), stopping)
+            served = self._pool.start(catalogue(self._launch, default, self._listed_model_id), stopping)
         if served is None:
             return
+        if self._shared is not None:  # what it hears to forget takes a model that is loaded
+            self._shared.start(self._forgetting.hear)
         self._terminal.ready("kvserve", self._url)
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
@@ -166,6 +175,8 @@ class Server:
             self._proxy.stop()
         with self._terminal.flushing() as tell:
             self._pool.stop(ENGINE_STOP_SECONDS, tell)
+        if self._shared is not None:
+            self._shared.close()
         for known in self._pool.known():
             known.conversations.close()
         self.responses.close()
@@ -227,22 +238,16 @@ class Server:
         if not self._launch.with_proxy:
             return
         settings = replace(
-            proxy_settings(self._settings, self._server.port),
+            proxy_settings(self._settings, own_backend(self._settings, self._server.port)),
             listed_model_id=self._listed_model_id,
             backend_model_id=self._model_name,
             secret=self._proxy_secret,
         )
-        tell_ready = partial(self._terminal.ready, "LiteLLM", self._proxy_url)
-        self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note, on_ready=tell_ready)
-        self._proxy.start()
+        self._proxy = started_proxy(settings, self._launch.environment, self._terminal)
 
     @property
     def _url(self) -> str:
         return f"http://{url_host(self._settings.mlx_host)}:{self._server.port}"
-
-    @property
-    def _proxy_url(self) -> str:
-        return f"http://127.0.0.1:{self._settings.proxy_port}"
 
     @property
     def _listed_model_id(self) -> str:
@@ -259,7 +264,7 @@ class Server:
     def _banner(self, served: ServedModel) -> BannerFacts:
         around = Surroundings(
             server_url=self._url,
-            proxy_url=self._proxy_url if self._proxy is not None else None,
+            proxy_url=proxy_url(self._settings) if self._proxy is not None else None,
             is_proxy_ready=self._proxy is not None and self._proxy.state.status == "ready",
             models=self.list_models(),
             demo=self._demo,
@@ -299,14 +304,21 @@ class Server:
         body: dict[str, object] = {
             **engine_fields(pool, default_name=self._model_name),
             "blas": self._blas.name if self._blas is not None else None,
+            "draining": self._is_draining,
             "num_agents": self.agents.num_agents,
             "num_open_connections": self._server.num_open_connections,
             "proxy": self._proxy.state.status if self._proxy is not None else "off",
+            "shared_cache": self._shared.server.state if self._shared is not None else "off",
             "uptime_seconds": round(time.time() - self._started_at, 1),
             "version": __version__,
         }
         body["chat_template"] = self._template_of(body["model"])
         return (200 if body["status"] in ("ok", "swapping") else 503), body
+
+    def drain(self, *, is_draining: bool) -> JsonObject:
+        """Whoever asks for /health is told so; what comes all the same is answered."""
+        self._is_draining = is_draining
+        return {name: value for name, value in self.health()[1].items() if name in DRAIN_FIELDS}
 
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady."""
@@ -327,18 +339,9 @@ class Server:
         return Look(self.health()[1], cache, sessions, time.time(), self._pool.waiting())
 
     def clear_cache(self) -> bool:
-        """Forget everything that is kept; False where the dashboard's file may still hold requests. Raises NotReady."""
-        served = self._pool.loaded
-        is_unnamed = served.engine.digest.status.reason
-        if is_unnamed or any(known.conversations.awaits_archive for known in self._pool.known()):
-            self._pool.forget_records(Scope())  # which file of records is theirs is not known
-        for known in self._pool.known():
-            known.clear()
-        is_done = self.observability.clear()
-        if self._next_turns is not None:
-            self._next_turns.clear()
-        served.engine.clear_cache()
-        return is_done
+        """Forget everything that is kept; False where some of it may still be in a file or in the shared cache. Raises
+        NotReady."""
+        return self._forgetting.clear()
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands

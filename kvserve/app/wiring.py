@@ -4,14 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvserve.agents.agent_store import AgentStore
-from kvserve.app.catalogue import CatalogueSettings, TemplateFile
+from kvserve.app.catalogue import Catalogue, CatalogueSettings, Disk, ModelSource, TemplateFile
 from kvserve.canonical.rules import select
-from kvserve.config import DiskMode, Settings
+from kvserve.config import DiskMode, Launch, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.memory import RECORDS_CAP
+from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import SettingError
@@ -20,8 +21,6 @@ from kvserve.observe.observability import ObservabilitySettings
 from kvserve.prompt.compiled import fault_of
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.proxy.access import is_loopback
-from kvserve.proxy.generate import ProxySettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.settings.kinds import aliases_in
@@ -147,6 +146,13 @@ def catalogue_settings(settings: Settings, listed_model_id: str) -> CatalogueSet
     )
 
 
+def catalogue(launch: Launch, default: ModelSource, listed_model_id: str) -> Catalogue:
+    """What can be served; over several ranks one model, as another would have to be loaded on all of them. Raises
+    SettingError for a folder that is not there."""
+    found = Disk(cached_folder, is_model_folder) if launch.ranks is None else Disk(lambda _: None, lambda _: False)
+    return Catalogue(default, catalogue_settings(launch.settings, listed_model_id), found)
+
+
 def template_file(path: Path | None) -> TemplateFile | None:
     """The chat template in this file, None where none is named. Raises SettingError for a file that has none."""
     source = template_text(path)
@@ -170,22 +176,6 @@ def web_settings(settings: Settings) -> WebSettings:
         header_timeout_seconds=settings.header_timeout_seconds,
         body_timeout_seconds=settings.body_timeout_seconds,
         idle_timeout_seconds=settings.idle_connection_seconds,
-    )
-
-
-def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
-    backend_host = "127.0.0.1" if settings.mlx_host in ("0.0.0.0", "::") else url_host(settings.mlx_host)
-    return ProxySettings(
-        port=settings.proxy_port,
-        backend_url=f"http://{backend_host}:{backend_port}",
-        listed_model_id=settings.listed_model_id,
-        backend_model_id=settings.model_path,
-        state_dir=settings.state_dir,
-        api_key=settings.api_key,
-        allowed_origins=settings.allowed_origins,
-        allowed_hosts=settings.allowed_hosts,
-        max_body_bytes=settings.max_request_body_bytes,
-        api_keys_file=str(settings.api_keys_file.absolute()) if settings.api_keys_file is not None else None,
     )
 
 
@@ -217,18 +207,3 @@ def observability_settings(settings: Settings, disk_cache: DiskMode = "on") -> O
         shows_image_cuts=settings.vlm_cache_debug,
         history_folder=settings.state_dir / HISTORY_FOLDER if disk_cache == "on" else None,
     )
-
-
-def access_warnings(settings: Settings) -> list[str]:
-    """What the start says of who may speak to this server."""
-    if settings.api_key is not None or is_loopback(settings.mlx_host.lower()):
-        return []
-    return [
-        f"MLX_HOST={settings.mlx_host} without API_KEY: whoever reaches this machine over the network may use the "
-        "model, read what is told of requests and empty the cache."
-    ]
-
-
-def url_host(host: str) -> str:
-    """A host as it stands in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host

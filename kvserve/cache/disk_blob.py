@@ -50,6 +50,10 @@ class DamagedBlob(Exception):
     """A file that does not match its name: cut off, altered, of another format or another model."""
 
 
+class OtherChecksum(DamagedBlob):
+    """A file with other bytes than its checksum was made of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An array as bytes: `dtype` as safetensors writes it (F32, BF16, ...), row-major, little-endian."""
@@ -158,7 +162,7 @@ def unpack_blob(data: Buffer, name: BlobName, digest: bytes | None = None) -> Bl
     if len(view) < 8 + DIGEST_BYTES:
         raise DamagedBlob("it is cut off")
     if (digest or hashlib.sha256(view[:-DIGEST_BYTES]).digest()) != bytes(view[-DIGEST_BYTES:]):
-        raise DamagedBlob("its checksum is another")
+        raise OtherChecksum("its checksum is another")
     start, header = _header(view)
     try:
         tensors = [_tensor(view[start:], entry) for key, entry in header.items() if key != "__metadata__"]

@@ -162,6 +162,16 @@ class FolderStore:
         with _opened(self._path(self._model, name), os.O_RDONLY) as descriptor:
             return read_pieces(descriptor, 0, os.fstat(descriptor).st_size, arrived)
 
+    def slices(self, name: BlobName, slice_bytes: int) -> Iterator[bytes]:
+        """A whole file of this model, so many bytes at a time. Raises OSError."""
+        with _opened(self._path(self._model, name), os.O_RDONLY) as descriptor:
+            while data := os.read(descriptor, slice_bytes):
+                yield data
+
+    def num_bytes(self, name: BlobName) -> int:
+        """The size of a file of this model. Raises OSError."""
+        return self._path(self._model, name).stat().st_size
+
     def read_head(self, file: StoredFile) -> BlobHead:
         """A file's head, without its payload. Raises OSError or DamagedBlob."""
         with self._path(file.model, file.name).open("rb") as opened:

@@ -42,12 +42,13 @@ class DiskTier:
         """Finds what is there; starts the thread. Raises OSError where the folder cannot be used."""
         self.index = index
         self.faults = faults
-        self._worker = DiskWorker(store, index, limits, faults)
+        self.worker = DiskWorker(store, index, limits, faults)
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()
         self._writes = WriteQueue(limits.max_queued_bytes)
         self._ahead = ReadAhead(limits.max_read_ahead_bytes)
         self._orders: deque[Callable[[], None]] = deque()
+        self._soon: deque[Callable[[], None]] = deque()
         self._restored: list[tuple[Sequence[Copy], int]] = []
         self._is_closing = False
         self._is_full = False
@@ -174,6 +175,12 @@ class DiskTier:
             if not self._has_arrived:
                 self._wake.wait(seconds)
 
+    def soon(self, job: Callable[[], None]) -> None:
+        """Have the disk thread do this before waiting writes, and whoever waits look again. From any thread."""
+        with self._wake:
+            self._soon.append(job)
+            self._wake.notify_all()
+
     def measure(self, entry: Entry) -> None:
         """Measure the read rate again, after all waiting work and not too often: an old rate may wrongly speak against
         reading."""
@@ -181,7 +188,7 @@ class DiskTier:
         with self._wake:
             if now >= self._measure_at:
                 self._measure_at = now + MEASURE_SECONDS
-                self._orders.append(partial(self._worker.measure, entry))
+                self._orders.append(partial(self.worker.measure, entry))
                 self._wake.notify_all()
 
     def note_restored(self, rows: Sequence[Copy], end: int) -> None:
@@ -199,16 +206,7 @@ class DiskTier:
     @property
     def read_rate(self) -> float | None:
         """Bytes per second, checksum included; None as long as nothing was ever read on this disk."""
-        return self._worker.read_rate
-
-    @property
-    def prefill_rate(self) -> float | None:
-        """Tokens per second that the engine measured, in this run or another; None as long as it has not."""
-        return self._worker.prefill_rate
-
-    @prefill_rate.setter
-    def prefill_rate(self, tokens_per_second: float) -> None:
-        self._worker.prefill_rate = tokens_per_second
+        return self.worker.read_rate
 
     # --- all of it ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class DiskTier:
             for load in self._loads:
                 self._ahead.cancelled(load)
         self.index.clear()
-        return self._order(self._worker.account.clear, timeout_seconds)
+        return self._order(self.worker.account.clear, timeout_seconds)
 
     def discard(self, names: Iterable[BlobName]) -> None:
         """Forget blobs and their descendants; the files are deleted later, after waiting writes."""
@@ -235,11 +233,11 @@ class DiskTier:
     def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
         """Delete what only these users, or no known user, have used. The disk thread does it, so that it does not adopt
         the files again meanwhile."""
-        return self._removed(lambda: self._worker.account.forget(is_forgotten), timeout_seconds)
+        return self._removed(lambda: self.worker.account.forget(is_forgotten), timeout_seconds)
 
     def forget_of_others(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
         """The same for all other models in this folder, after `forget`; reads all their rows. From any thread."""
-        return self._removed(lambda: self._worker.account.forget_of_others(is_forgotten), timeout_seconds)
+        return self._removed(lambda: self.worker.account.forget_of_others(is_forgotten), timeout_seconds)
 
     def _removed(self, remove: Callable[[], Removal], timeout_seconds: float) -> Removal:
         done = list[Removal]()
@@ -261,7 +259,7 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """From any thread."""
         with self._wake:
-            return self._worker.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
+            return self.worker.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
 
     def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
         """Have the disk thread call `order` once no write waits, and wait for it."""
@@ -290,7 +288,7 @@ class DiskTier:
             except Exception as error:  # noqa: BLE001 - the thread must survive every fault of a disk
                 self.faults.add("unwritable", f"{type(error).__name__}: {error}")
             job = self._next_job()
-        self._worker.close()
+        self.worker.close()
 
     def _next_job(self) -> Callable[[], None] | None:
         """Reads before writes, writes before orders, then what is due by the clock; None at the end."""
@@ -298,6 +296,8 @@ class DiskTier:
             while True:
                 if (load := self._next_load()) is not None:
                     return partial(self._read_next, load)
+                if self._soon:
+                    return partial(self._do_soon, self._soon.popleft())
                 if self._writes:
                     return partial(self._write, self._writes.take())
                 if self._orders:
@@ -333,7 +333,7 @@ class DiskTier:
     def _read_next(self, load: Load) -> None:
         entry, blob, has_raised = load.entries[load.num_read], None, True
         try:
-            blob = self._worker.read(entry)
+            blob = self.worker.read(entry)
             has_raised = False
         finally:
             if has_raised:  # else the waiting request would load it again and again
@@ -350,7 +350,7 @@ class DiskTier:
     def _write(self, write: Write) -> None:
         outcome: Written = "refused"
         try:
-            outcome = self._worker.write(write)
+            outcome = self.worker.write(write)
         finally:
             if outcome != "written":
                 self.index.forget_entry(write.entry)  # with its descendants
@@ -359,6 +359,11 @@ class DiskTier:
                 self._writes.done(write)
                 self._has_news = True
                 self._wake.notify_all()
+
+    def _do_soon(self, job: Callable[[], None]) -> None:
+        job()
+        with self._wake:
+            self._wake.notify_all()
 
     def _note_outcome(self, outcome: Written) -> None:
         now = time.monotonic()
@@ -370,24 +375,24 @@ class DiskTier:
 
     def _look_for_room(self) -> None:
         self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
-        if self._worker.has_room():
+        if self.worker.has_room():
             self._is_full = False
             self._reconcile_at = 0.0  # the cap may depend on what is free
 
     def _delete(self, name: BlobName) -> None:
         """Delete the file of a forgotten blob, unless it was put again."""
         if self.index.unmark_deleted(name):
-            self._worker.account.take_back(name)
+            self.worker.account.take_back(name)
 
     def _commit(self) -> None:
         with self._wake:
             restored, self._restored = self._restored, []
             self._has_news = False
         used = [name for rows, end in restored for name in self.index.restored_names(rows, end)]
-        if not (is_listed := self._worker.commit(used)):
+        if not (is_listed := self.worker.commit(used)):
             self._has_news = True
         self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)
 
     def _reconcile(self) -> None:
-        self._worker.account.reconcile()
+        self.worker.account.reconcile()
         self._reconcile_at = time.monotonic() + RECONCILE_SECONDS

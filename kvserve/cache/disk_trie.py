@@ -237,6 +237,10 @@ class BlobTrie:
         entry = self._by_name.get(BlobName(name))
         return entry.head if entry is not None else self._aliases.head(name)
 
+    def entry_of(self, name: str) -> Entry | None:
+        """A blob that serves requests; an alias does not."""
+        return self._by_name.get(BlobName(name))
+
     # --- users --------------------------------------------------------------------------------------------------------
 
     def use(

@@ -7,13 +7,22 @@ import errno
 import hashlib
 import time
 from collections import deque
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from kvserve.cache.disk_account import DiskAccount
 from kvserve.cache.disk_age import seconds_since_boot
-from kvserve.cache.disk_blob import DIGEST_BYTES, Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_blob import (
+    DIGEST_BYTES,
+    Blob,
+    BlobHead,
+    BlobName,
+    DamagedBlob,
+    num_bytes_of,
+    pack_blob,
+    unpack_blob,
+)
 from kvserve.cache.disk_catalog import Catalog
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Entry, Faults, Write
 from kvserve.cache.disk_scratch import BlobStore
@@ -57,12 +66,12 @@ def _part_now() -> int:
 
 
 class DiskWorker:
-    """Touches the files. `prefill_rate` are tokens per second that the engine measured; the catalog keeps it for the
-    next run."""
+    """Touches the files; `on_written` hears of each blob that is there now. `prefill_rate` are tokens per second that
+    the engine measured; the catalog keeps it for the next run."""
 
     def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
         """Finds what is there. Raises OSError where the folder cannot be used."""
-        self._store = store
+        self.store = store
         self._index = index
         self._limits = limits
         self._faults = faults
@@ -76,13 +85,14 @@ class DiskWorker:
         self.write_volume = WriteVolume()
         self.num_refused = 0
         self.read_rate = self.account.catalog.ask(Catalog.rate, READ_RATE)
+        self.on_written: Callable[[Entry], None] = lambda _: None
         self._prefill_name = f"prefill tokens {index.model}"
         self.prefill_rate = self.account.catalog.ask(Catalog.rate, self._prefill_name)
 
     def _look_for_locks(self) -> None:
         with contextlib.suppress(OSError):  # nothing is written there
-            if not self._store.has_locks():
-                self._faults.add("unlocked", self._store.place)
+            if not self.store.has_locks():
+                self._faults.add("unlocked", self.store.place)
 
     def read(self, entry: Entry) -> Blob | None:
         """A verified blob. A damaged one is deleted: it would never be of use."""
@@ -117,14 +127,14 @@ class DiskWorker:
             if is_in_pieces:  # a single piece is hashed where it is read: there is nothing to read meanwhile
                 self._hashing.submit(digest.update, data[start : min(end, len(data) - DIGEST_BYTES)])
 
-        data = self._store.read(name, arrived)
+        data = self.store.read(name, arrived)
         of_pieces = self._hashing.submit(digest.digest).result() if is_in_pieces else None
         return unpack_blob(data, name, of_pieces), len(data)
 
     def _give_up(self, entry: Entry) -> None:
         """Delete a blob that could not be read, unless another server has written it anew meanwhile."""
         try:
-            with self._store.locked():
+            with self.store.locked():
                 if not self._is_sound(entry.name):
                     self.account.discard(entry)
         except OSError as error:
@@ -168,7 +178,7 @@ class DiskWorker:
         """Raises OSError."""
         parts: list[Buffer] = pack_blob(write.entry.head, write.note, write.tensors)
         num_bytes = sum(map(num_bytes_of, parts))
-        num_free_bytes = self._store.free_bytes()
+        num_free_bytes = self.store.free_bytes()
         if num_free_bytes - num_bytes < self._limits.min_free_bytes:
             self._faults.add("full", f"{num_free_bytes / 2**30:.1f} GiB are free")
             return "no room"
@@ -176,7 +186,7 @@ class DiskWorker:
         if not self.account.make_room(num_bytes, above):
             self.num_refused += 1
             return "refused"
-        self._store.write(write.entry.name, parts)
+        self.store.write(write.entry.name, parts)
         self._has_written = True
         self.num_written += 1
         self.write_volume.add(num_bytes)
@@ -185,12 +195,34 @@ class DiskWorker:
         self._faults.is_over("full", "The disk has room again: KV is written.")
         if not self._index.confirm(write.entry, num_bytes) and not self._index.is_known(write.entry.name):
             self.account.take_back(write.entry.name)
+        self.on_written(write.entry)
         return "written"
+
+    def bring(self, head: BlobHead, data: Buffer, beside: Collection[BlobName]) -> bool:
+        """Put a verified blob that another server wrote among ours, where it is found as if that one shared the folder;
+        whether it is there. It takes no room from those `beside` it."""
+        if self._index.head_of(head.name) is not None:
+            return True
+        num_bytes = num_bytes_of(data)
+        try:
+            has_room = self.store.free_bytes() - num_bytes >= self._limits.min_free_bytes
+            if not has_room or not self.account.make_room(num_bytes, beside):
+                return False
+            self.store.write(head.name, [data])
+            self._has_written = True
+            self.write_volume.add(num_bytes)
+            if not self.account.wrote(head, num_bytes, ()):
+                return False
+        except OSError as error:
+            self._faults.add("unwritable", error)
+            return False
+        self._index.adopt(head, num_bytes)
+        return True
 
     def has_room(self) -> bool:
         """Whether a volume that was full has room again, and some to spare."""
         try:
-            return self._store.free_bytes() > self._limits.min_free_bytes + self._limits.min_free_bytes // 8
+            return self.store.free_bytes() > self._limits.min_free_bytes + self._limits.min_free_bytes // 8
         except OSError as error:
             self._faults.add("unreadable", error)
             return False
@@ -210,14 +242,14 @@ class DiskWorker:
             return
         self._has_written = False
         try:
-            self._store.sync()
+            self.store.sync()
         except OSError as error:
             self._faults.add("unwritable", error)
 
     def stats(self, num_refused: int, num_queued_bytes: int, *, is_full: bool) -> DiskStats:
         """What is on disk and was done, with what the queue in front of it refused and holds."""
         return DiskStats(
-            place=self._store.place,
+            place=self.store.place,
             num_bytes=self._index.num_bytes(),
             total_bytes=self.account.total_bytes,
             max_bytes=self.account.max_bytes,
@@ -240,4 +272,4 @@ class DiskWorker:
         """Commit what is left. Nothing may be called afterwards."""
         self._hashing.shutdown()
         self.account.close()
-        self._store.close()
+        self.store.close()

@@ -34,17 +34,24 @@ class Address:
 
     def get(self, path: str) -> Json:
         """The JSON object of an answer. Raises NoAnswer for any status but 200."""
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: Json) -> Json:
+        """The same, of a JSON object that is sent."""
+        return self._ask("POST", path, json.dumps(body).encode("utf-8"))
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> Json:
         connection = self._connect()
         try:
-            connection.request("GET", path, headers=self._headers())
+            connection.request(method, path, body, self._headers())
             response = connection.getresponse()
             status, raw = response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise self._silence(path, error) from error
+            raise self._silence(path, error, method) from error
         finally:
             connection.close()
         if status != 200:
-            raise NoAnswer(f"GET {self.url}{path}: {status} {_message(raw)}")
+            raise NoAnswer(f"{method} {self.url}{path}: {status} {_message(raw)}")
         return _parsed(raw)
 
     def events(self, path: str) -> Iterator[Json]:
@@ -64,9 +71,9 @@ class Address:
         finally:
             connection.close()
 
-    def _silence(self, path: str, error: Exception) -> NoAnswer:
+    def _silence(self, path: str, error: Exception, method: str = "GET") -> NoAnswer:
         what = printable_in(str(error)) or type(error).__name__  # a status line that is none stands in it
-        return NoAnswer(f"GET {self.url}{path}: {what}. Is a server running there?")
+        return NoAnswer(f"{method} {self.url}{path}: {what}. Is a server running there?")
 
     def _connect(self) -> http.client.HTTPConnection:
         address = urlsplit(self.url)
@@ -104,7 +111,7 @@ def address_of(server_url: str | None, api_key: str | None) -> Address:
         return Address(url, api_key or "")
     from kvserve.config import load_launch  # what the settings are made of takes a fifth of a second
 
-    settings = load_launch(()).settings
+    settings = load_launch(("--no-proxy",)).settings  # nothing is started: ports and BACKENDS need not fit a start
     return Address(url_of(settings.mlx_host, settings.mlx_port), api_key or settings.api_key or "")
 
 

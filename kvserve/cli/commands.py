@@ -14,6 +14,8 @@ from kvserve.errors import KvserveError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("starting:serve", "Serve a model until a signal."),
     "demo": ("starting:demo", "Serve a small model that talks, fetched once."),
+    "proxy": ("proxying:proxy", "Stand in front of several servers, without a model."),
+    "drain": ("draining:drain", "Take a server out of its proxies' choice, and wait until it is idle."),
     "fit": ("fitting:fit", "What a model takes in memory, and the context that fits."),
     "models": ("model_list:models", "What can be served from this machine."),
     "launch": ("launching:launch", "Start a client against the running server."),

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,6 +94,7 @@ def findings() -> Iterator[Finding]:
     yield _settings(launch)
     looked_at = [_blas(launch), *_ports(launch.settings), _disk(launch.settings), _model(launch.settings)]
     yield from looked_at
+    yield from _shared_cache(launch.settings)
     yield _start(launch.settings, looked_at)
 
 
@@ -251,6 +253,32 @@ def _disk(settings: Settings) -> Finding:
     if free < least:
         return Finding("disk", "bad", f"{text} at {folder}, less than DISK_CACHE_MIN_FREE_BYTES: no KV is kept", text)
     return Finding("disk", "ok", f"{text} at {folder}", text)
+
+
+def _shared_cache(settings: Settings) -> Iterator[Finding]:
+    """Whether the server that REMOTE_CACHE_URL names answers, and whether it makes room: nothing is kept there."""
+    if settings.remote_cache_url is None:
+        return
+    from kvserve.remote.redis_link import CONNECT_SECONDS, LinkFailed, RedisLink
+    from kvserve.remote.room import RemoteRoom
+    from kvserve.settings.redis_address import parse_address
+
+    address, room = parse_address(settings.remote_cache_url), RemoteRoom()
+    link = RedisLink(address, CONNECT_SECONDS)
+    try:
+        link.run([("PING",)], time.monotonic() + CONNECT_SECONDS)
+        room.look(link)
+    except LinkFailed as error:
+        yield Finding("shared", "bad", f"{address.shown}: {error}", f"REMOTE_CACHE_URL: {error.kind}")
+        return
+    finally:
+        link.close()
+    policy = room.policy or "a policy that it does not tell"
+    text = f"{(room.limit_bytes or 0) / 1e9:.1f} GB at most, {policy}"
+    if room.policy == "noeviction":
+        yield Finding("shared", "note", f"{address.shown}: {text}: once it is full nothing more is sent", text)
+    else:
+        yield Finding("shared", "ok", f"{address.shown}: {text}", text)
 
 
 def _model(settings: Settings) -> Finding:

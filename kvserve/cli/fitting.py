@@ -43,7 +43,7 @@ def fit(model: str | None, memory: int | None, as_json: bool) -> None:
     Nothing is loaded and nothing stays on this machine: of a model that is not here the hub is asked for its config and
     the sizes of its files. KV is counted in full precision.
     """
-    settings = load_launch(()).settings
+    settings = load_launch(("--no-proxy",)).settings
     name = model or settings.model_path
     found = _foreseen(name)
     fitted = _fit(found, settings, memory)

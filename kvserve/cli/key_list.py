@@ -72,7 +72,7 @@ def list_keys(file: Path | None, as_json: bool) -> None:
     A principal's digest names what is kept of it: `DELETE /v1/cache?principal=DIGEST.-` forgets that, of requests
     without a user.
     """
-    path = file or load_launch(()).settings.api_keys_file
+    path = file or load_launch(("--no-proxy",)).settings.api_keys_file
     if path is None:
         raise StartupError("API_KEYS_FILE is not set; `kvserve keys new NAME` prints what goes into such a file.")
     try:

@@ -63,7 +63,7 @@ def launch(
         command = [found.program, *found.arguments, *arguments]
         show({**asdict(found), "command": command}, as_json, lambda: shell_text(found, shown, arguments))
         return
-    environment = load_launch(()).environment
+    environment = load_launch(("--no-proxy",)).environment
     program = shutil.which(CLIENTS[client].program, path=environment.get("PATH"))
     if program is None:
         raise click.ClickException(f"{client} is not on the PATH. Install it: {CLIENTS[client].install}")

@@ -48,7 +48,7 @@ def models(fetch: str | None, as_json: bool) -> None:
     A model of the cache that is not MODEL_PATH is served under its hub name. With --fetch the one that was fetched is
     told alone.
     """
-    settings = load_launch(()).settings
+    settings = load_launch(("--no-proxy",)).settings
     found = [_looked_at(fetch, download(fetch), "hub cache")] if fetch is not None else list(_found(settings))
     show([asdict(each) for each in found], as_json, lambda: _table(found))
 

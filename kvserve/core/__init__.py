@@ -58,6 +58,7 @@ from kvserve.core.messages import (
 )
 from kvserve.core.principals import (
     AGENTS,
+    BEGIN_HEADER,
     HELD,
     KEY_HEADER,
     NO_KEY,

@@ -106,9 +106,10 @@ class GenerationRequest:
     drafter: Drafter | None = None
 
 
-ReuseTier = Literal["nothing", "ram", "live row", "disk", "warmed"]
-"""Where a prompt's beginning came from: `live row` is a request that was computing it at the same time; of what was
-`warmed` a part was computed ahead, and this is the first request to use it."""
+ReuseTier = Literal["nothing", "ram", "live row", "disk", "shared", "warmed"]
+"""Where a prompt's beginning came from: `live row` is a request that was computing it at the same time, `shared` the
+cache that several servers share; of what was `warmed` a part was computed ahead, and this is the first request to use
+it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ HELD: Final = "held"
 
 NO_KEY: Final = "-"
 
+BEGIN_HEADER: Final = "x-kvserve-begin-seconds"
+"""For how long an answer's head may wait for its first word: until it has gone out, a proxy may ask another server."""
+
 _DIGEST_CHARACTERS = 16
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_buffers import num_slots
-from kvserve.engine.model import KvSize
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import ANSWER_ALLOWANCE_TOKENS, Row, admitted_tokens, tokens_of
 from kvserve.errors import MemoryExhausted
@@ -115,6 +115,10 @@ class Admission:
     def is_outgrown(self) -> bool:
         """Whether rows that decode hold more than all rows may."""
         return self._budget.at_peak(self._pool.held_bytes()) > self._budget.max_bytes
+
+    def outgrown(self) -> Row | None:
+        """The newest of the rows that decode, where these hold more than all rows may."""
+        return max(self._pool.rows(), key=lambda each: each.submitted_at) if self.is_outgrown() else None
 
     def padding_left(self, running: Sequence[Row]) -> float:
         """How much more padding the batches of these rows may have."""

@@ -14,7 +14,7 @@ from kvserve.engine.cache_records import LONG_ROW_TOKENS, CacheLease
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import ExtractedRow
 from kvserve.engine.kv_room import NO_ROOM
-from kvserve.engine.model import KvSize
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row

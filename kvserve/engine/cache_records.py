@@ -8,7 +8,7 @@ from kvserve.cache.checkpoints import Stop
 from kvserve.cache.node import Lease
 from kvserve.cache.records import CacheStats
 from kvserve.cache.token_run import TokenRun
-from kvserve.engine.disk_cache import DiskReport
+from kvserve.engine.pinned import DiskReport
 from kvserve.engine.rows import Row
 from kvserve.engine.warming import WarmReport
 

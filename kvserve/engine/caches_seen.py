@@ -28,8 +28,9 @@ import mlx.core as mx
 from kvserve.engine.checked_file import CheckedFile, DamagedFile
 from kvserve.engine.draft_nouns import DraftsSeen
 from kvserve.engine.kv_buffers import flat_caches
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.leaf_forms import LeafForm, is_known
-from kvserve.engine.model import CacheSupport, KvSize, LoadedModel, Probed
+from kvserve.engine.model import CacheSupport, LoadedModel, Probed
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.model_files import CACHES_FILE
 from kvserve.engine.quantised import KvSettings

@@ -17,7 +17,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from kvserve.engine.borders import client_error, described, is_out_of_memory
+from kvserve.engine.borders import described, is_out_of_memory
+from kvserve.engine.broken_batches import sent_back
 from kvserve.engine.decode_group import (
     Decoder,
     DecodeResult,
@@ -35,6 +36,9 @@ from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.drafted import DraftedGenerator, DraftedRow
 from kvserve.engine.kv_buffers import BatchKv, entering, flat_caches, leaving, settle
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.ranks.agreed import AgreedModule, FollowedBatch
+from kvserve.engine.ranks.decisions import DRAWN, FAILED, PLACE, TURN
+from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.rows import Row, admitted_tokens
 from kvserve.engine.solo import SoloGenerator
 from kvserve.engine.token_dispatcher import SendingModule
@@ -58,11 +62,14 @@ class DecodePool:
         max_batch_size: int,
         send_tokens: Callable[[], None] = lambda: None,
         draft_settings: DraftSettings = DEFAULT_DRAFTS,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`send_tokens` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
         self._send_tokens = send_tokens
-        self._module = SendingModule(model.module, send_tokens)
+        self._ranks = ranks
+        is_alone, module = ranks.is_alone, model.module
+        self._module = SendingModule(module, send_tokens) if is_alone else AgreedModule(module, send_tokens, ranks)
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
@@ -108,8 +115,10 @@ class DecodePool:
         no batch where it would add more than `padding_bytes` of padding."""
         most_bytes = min(padding_bytes, self._model.active_weight_bytes)
         is_packed = self._model.is_packed(row.num_tokens - 1)
-        group = self._joined(row.num_tokens, is_packed, most_bytes)
-        self._insert(row, caches, group or self._empty_group(is_packed, is_drafted=self._may_draft(row)))
+        place = self._ranks.decided(PLACE, lambda: self._place(self._joined(row.num_tokens, is_packed, most_bytes)))
+        group = self._groups[place] if place is not None else None
+        group = group or self._empty_group(is_packed, is_drafted=self._may_draft(row))
+        self._ranks.together(lambda: self._insert(row, caches, group))
 
     def make_way(self, row: Row, padding_bytes: float = math.inf) -> DecodeResult:
         """Let a row whose tokens are guessed, and which this one is about to join, go on in a batch. Its next token is
@@ -215,7 +224,7 @@ class DecodePool:
         """Hand out the token that the last step has drawn for a row that is about to leave and enter again: what its
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
         for group, uid in self._place_of(row):
-            token = self._asked(group, partial(_drawn_id, group, uid))
+            token = self._asked(group, partial(self._ranks.decided, DRAWN, partial(_drawn_id, group, uid)))
             if isinstance(token, DecodeResult):
                 return token
             if token is not None:
@@ -264,7 +273,8 @@ class DecodePool:
         running = [group for group in self._groups if group.rows]
         if not running:
             return DecodeResult.of(moved)
-        return DecodeResult.of([*moved, self._step_group(min(running, key=lambda group: group.used_seconds))])
+        turn = self._ranks.decided(TURN, lambda: _first(running))
+        return DecodeResult.of([*moved, self._step_group(running[turn])])
 
     def step_all(self) -> DecodeResult:
         """A step of each generator: what running streams get between two prefill chunks."""
@@ -298,7 +308,7 @@ class DecodePool:
             row.deliver(response.token)
             if response.finish_reason == "length":
                 row.finish("length")
-        failed = [row for row in group.rows.values() if row.failure is not None]
+        failed = self._ranks.decided(FAILED, lambda: [row for row in group.rows.values() if row.failure is not None])
         broken = [left for row in failed if (left := self.remove(row)) is not None]
         finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
         group.used_seconds += (time.perf_counter() - started) / num_rows
@@ -312,7 +322,7 @@ class DecodePool:
     def _asked[T](self, group: Group, question: Callable[[], T]) -> T | DecodeResult:
         """What a generator gives; where it raises, what breaking it up leaves to do."""
         try:
-            return question()
+            return self._ranks.together(question)
         except Exception as error:  # noqa: BLE001 - whatever broke inside a generator, its state is unknown
             return self._break_up(group, error)
 
@@ -330,33 +340,7 @@ class DecodePool:
         if is_excused and not is_short:
             why_not = f"a pass of several rows raised {described(error)}"
             self._draft_support = replace(self.draft_support, together=None, why_not_together=why_not)
-        return self._sent_back(rows, error, is_excused=is_excused)
-
-    def _sent_back(self, rows: list[Row], error: Exception, *, is_excused: bool) -> DecodeResult:
-        """What is left to do for rows that have lost their generator to an error; `is_excused`: none is to blame."""
-        error.with_traceback(None)  # its frames have the arrays of the batch
-        is_short = is_out_of_memory(error)
-        if is_short:
-            self._blame_for_memory(rows, error, is_excused=is_excused)
-        again: list[Row] = []
-        failed: list[Row] = []
-        for row in rows:
-            row.trouble = error
-            if not is_short and not is_excused:
-                row.num_generator_failures += 1
-                row.failure = row.failure or (error if row.num_generator_failures > 1 else None)
-            (failed if row.failure is not None else again).append(row)
-        return DecodeResult(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
-
-    def _blame_for_memory(self, rows: list[Row], error: Exception, *, is_excused: bool) -> None:
-        """Note on these rows that an allocation failed while they computed. The first time none is to blame; after that
-        the longest one, which takes most of the memory, so that the others can continue."""
-        is_last = had_room(rows, error) and not is_excused
-        for row in rows:
-            row.num_memory_failures += 1
-        if is_last:
-            longest = max(rows, key=lambda row: row.num_tokens)
-            longest.failure = longest.failure or client_error(error, self._model.sizes.peak(longest.num_tokens))
+        return sent_back(rows, error, self._model.sizes, is_excused=is_excused)
 
     def _joined(self, num_tokens: int, is_packed: bool, most_bytes: float, *, is_moved: bool = False) -> Group | None:
         """The generator that a row joins: the least padding, where there is memory for it and it is cheaper than one
@@ -371,6 +355,9 @@ class DecodePool:
                 if padding * self._model.sizes.token_bytes(num_tokens) <= most_bytes:
                     candidates.append((padding, id(group), group))
         return min(candidates)[2] if candidates else None
+
+    def _place(self, group: Group | None) -> int | None:
+        return self._groups.index(group) if group is not None else None
 
     def _empty_group(self, is_packed: bool, *, is_drafted: bool = False) -> Group:
         """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
@@ -388,8 +375,16 @@ class DecodePool:
         if support is not None and support.ways is not None:
             return DraftedGenerator(self._module, support.ways, support.costs)
         if not self._model.cache_support.can_batch:
-            return SoloGenerator(self._module)
-        return batch_generator(self._module, completion_batch_size=self._max_batch_size)
+            return SoloGenerator(self._module, self._module.taken)
+        generator = batch_generator(self._module, completion_batch_size=self._max_batch_size)
+        if self._ranks.is_following:
+            FollowedBatch.take_over(generator)
+        return generator
+
+
+def _first(running: Sequence[Group]) -> int:
+    """Whose turn it is."""
+    return min(range(len(running)), key=lambda place: running[place].used_seconds)
 
 
 def _drawn_id(group: Group, uid: int) -> int | None:

@@ -9,18 +9,18 @@ It belongs to the engine thread. A fault of the disk makes a row start from less
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import Blob, BlobName
-from kvserve.cache.disk_records import DiskStats, Entry, Found, Load, Removal
+from kvserve.cache.disk_records import Entry, Found, Load, Removal
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.match import PrefixMatch
-from kvserve.cache.node import Lease, NamedPrompt
+from kvserve.cache.node import NamedPrompt
 from kvserve.cache.records import Copy
+from kvserve.cache.remote_tier import RemoteTier
 from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
@@ -28,6 +28,8 @@ from kvserve.engine.blobs import NotReadable, decode_kv, decode_state, joined
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
+from kvserve.engine.pinned import DiskReport, PinnedPrefix, patience_for
+from kvserve.engine.remote_reading import END_SECONDS, awaits, begin_fetch
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from kvserve.engine.warming import ANY_TOKEN
 
@@ -43,49 +45,8 @@ CHECKPOINT_STRIDE_TOKENS = 2048
 MAX_INSERT_BYTES = 64 * 2**20
 """So much is taken in at once; then running streams get their step."""
 
-STALLED_SECONDS = 5.0
-"""A disk that gives nothing for so long, and twice what its largest file should take, is not waited for."""
-
 UNKNOWN_RATE = 100 * 2**20
 """Bytes per second of a disk that was never measured: a slow one."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskReport:
-    """The disk tier's own figures, how many rows have ended that could be written, and what came back: rows that began
-    with it, tokens, and how often reading would have been slower than computing."""
-
-    stats: DiskStats
-    num_turns: int
-    num_restores: int
-    num_restored_tokens: int
-    num_declined: int
-
-
-@dataclass(slots=True, eq=False)
-class PinnedPrefix:
-    """What an admitted row will start from, kept from eviction; `load`, at most `room_bytes`, is what the disk gives,
-    and `base` the state that was read last, on which the next one builds."""
-
-    tokens: TokenSequence
-    lease: Lease
-    is_settled: bool = False
-    partition: str = ""
-    owner: str = ""
-    goal: Goal | None = None
-    load: Load | None = None
-    base: StateSnapshot | None = None
-    num_taken: int = 0
-    num_matched_tokens: int = 0
-    num_restored_tokens: int = 0
-    last_news_at: float = field(default_factory=time.monotonic)
-    room_bytes: float = math.inf
-    patience_seconds: float = field(default_factory=lambda: STALLED_SECONDS)
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether nothing has come for too long."""
-        return time.monotonic() - self.last_news_at > self.patience_seconds
 
 
 RESCUE_SECONDS = 5.0
@@ -110,8 +71,10 @@ class DiskCache:
         is_ram_lent: bool,
         make_room: Callable[[float], None],
         make_some_room: Callable[[float], bool],
+        remote: RemoteTier | None = None,
     ) -> None:
         self.tier = tier
+        self.remote = remote
         self._tree = tree
         self._needs_checkpoints = needs_checkpoints
         self._make_room = make_room
@@ -123,8 +86,13 @@ class DiskCache:
         self.num_declined = 0
 
     def report(self) -> DiskReport:
-        stats = self.tier.stats()
-        return DiskReport(stats, self.num_turns, self.num_restores, self.num_restored_tokens, self.num_declined)
+        stats, remote = self.tier.stats(), self.remote.stats() if self.remote is not None else None
+        return DiskReport(stats, self.num_turns, self.num_restores, self.num_restored_tokens, self.num_declined, remote)
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        """Bytes that were read, from the disk or the shared cache, and not taken yet. From any thread."""
+        return self.tier.moving_bytes()[1] + (self.remote.num_hand_bytes if self.remote is not None else 0)
 
     def known_depth(self, prompt: NamedPrompt) -> int:
         """Tokens of a prompt that its partition has on disk, up to a state where one is needed."""
@@ -186,7 +154,10 @@ class DiskCache:
         """Write what RAM has and the disk has not, and end the disk's thread. Whether all of it is there."""
         until = time.monotonic() + timeout_seconds
         self.writing.save_kept(until, is_end=True)
-        return self.tier.close(max(0.0, until - time.monotonic())) and not self.tier.has_lost
+        is_written = self.tier.close(max(0.0, until - time.monotonic())) and not self.tier.has_lost
+        if self.remote is not None:
+            self.remote.end(END_SECONDS)
+        return is_written
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -204,13 +175,24 @@ class DiskCache:
         lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
         pinned, has_begun = PinnedPrefix(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False
         with costs_the_disk_only(partial(self.tier.faults.add, "unreadable")):
-            self._begin(pinned, match)
+            if is_guess or not self._begin_fetch(pinned, match):
+                self._begin(pinned, match)
             has_begun = True
         pinned.is_settled |= not has_begun
         return pinned
 
+    def _begin_fetch(self, pinned: PinnedPrefix, match: PrefixMatch) -> bool:
+        """Whether the row waits for the shared cache before the disk is read: what comes from there comes to it."""
+        if self.remote is not None:
+            room, wants = pinned.room_bytes, self._needs_checkpoints
+            on_disk = self.known_depth(match.prompt)
+            pinned.fetch = begin_fetch(self.remote, match, on_disk, room, needs_checkpoints=wants)
+        return pinned.fetch is not None
+
     def let_go(self, pinned: PinnedPrefix) -> None:
         """Let go of a pinned prefix: its row has begun, or left. Idempotent."""
+        if pinned.fetch is not None:
+            pinned.fetch.leave()
         self._end_load(pinned)
         pinned.is_settled = True
         self._tree.release(pinned.lease)
@@ -219,6 +201,14 @@ class DiskCache:
         """Take in what has been read for a row. True as long as there is something to wait for."""
         if pinned.is_settled:
             return False
+        if (fetch := pinned.fetch) is not None:
+            if awaits(fetch):
+                pinned.last_news_at = max(pinned.last_news_at, fetch.news_at)
+                return True
+            pinned.num_shared_tokens, pinned.fetch = fetch.taken(), None
+            pinned.last_news_at = time.monotonic()
+            self._plan_again(pinned)
+            return not pinned.is_settled
         if pinned.load is None:  # another row reads the same blobs
             self._plan_again(pinned)
             pinned.is_settled |= pinned.is_stalled
@@ -256,7 +246,7 @@ class DiskCache:
         if goal is None:
             return
         largest = max(entry.num_bytes for entry in goal.entries)
-        pinned.patience_seconds = STALLED_SECONDS + 2 * largest / (self.tier.read_rate or UNKNOWN_RATE)
+        pinned.patience_seconds = patience_for(largest, self.tier.read_rate or UNKNOWN_RATE)
         if any(entry.name in self._loading for entry in goal.entries):
             return
         self._loading.update(entry.name for entry in goal.entries)
@@ -370,7 +360,7 @@ class DiskCache:
 
     def _saved_seconds(self, num_tokens: int, num_bytes: int) -> float:
         """Prefill time less reading time. What was never measured is taken for the usual: reading is faster."""
-        prefill_rate, read_rate = self.tier.prefill_rate, self.tier.read_rate
+        prefill_rate, read_rate = self.tier.worker.prefill_rate, self.tier.read_rate
         if prefill_rate is None or read_rate is None:
             return float(num_tokens)
         return num_tokens / prefill_rate - num_bytes / read_rate

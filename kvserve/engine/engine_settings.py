@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvserve.cache.shared_cache import SharedCache
 from kvserve.core import SamplingParams
 from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheSettings
@@ -36,7 +37,8 @@ class EngineSettings:
     """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
     `wired_bytes`: 0 wires nothing, None what weights and KV take. `blas` tells what stands before MLX's own BLAS, and
     the variables that choose kernels of both, from others. `draft_folder` has the model
-    that drafts; None: none does."""
+    that drafts; None: none does. `machine_bytes`: the memory that there is, where it is not all of this machine's.
+    `shared` is the cache that several servers share."""
 
     max_kv_size: int
     max_concurrent_requests: int
@@ -57,6 +59,8 @@ class EngineSettings:
     drafts: DraftSettings = DraftSettings()
     blas: str = ""
     draft_folder: Path | None = None
+    machine_bytes: int | None = None
+    shared: SharedCache | None = None
 
     def memory_plan(self, model: LoadedModel) -> MemoryPlan:
         """How the memory that this model's weights leave is divided."""
@@ -67,7 +71,7 @@ class EngineSettings:
             image_feature_bytes=self.image_feature_bytes,
             has_drafts=model.can_draft,
         )
-        plan = plan_memory(memory_bytes(), model.all_weight_bytes, wanted)
+        plan = plan_memory(self.machine_bytes or memory_bytes(), model.all_weight_bytes, wanted)
         if (draft := model.draft) is None:
             return plan
         kept, drafted = (sizes.kept(0, USUAL_ROW_TOKENS) for sizes in (model.sizes, draft.sizes))

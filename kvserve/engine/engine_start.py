@@ -21,19 +21,28 @@ from kvserve.cache.disk_store import INDEX_NAME, FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.forget_users import IsForgotten
+from kvserve.cache.remote_tier import RemoteTier
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
+from kvserve.core.rank_place import RankPlace
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
+from kvserve.engine.device import device_facts
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
 from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.engine_settings import DiskSettings, EngineSettings
 from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.fingerprint import kv_fingerprint
+from kvserve.engine.follower import follow
 from kvserve.engine.memory import Account, MemoryLedger, MemoryPlan, memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
+from kvserve.engine.ranks.all_named import AllNamed
+from kvserve.engine.ranks.following import FollowingRanks
+from kvserve.engine.ranks.loading import joined, read_part, refuse_unlike_look
+from kvserve.engine.ranks.place import ALONE, Ranks
+from kvserve.engine.ranks.rank_link import Ears
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
@@ -74,10 +83,18 @@ class EngineStart:
         put: Callable[[EngineCall], None],
         report: Callable[[str], None],
         note: Callable[[str], None],
+        place: RankPlace | None = None,
+        lost: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`send_tokens` sends tokens that wait; `put` has something done between two steps, or raises NotReady."""
+        """`send_tokens` sends tokens that wait; `put` has something done between two steps, or raises NotReady. With a
+        `place` the model is computed by several ranks; `lost` is told, on any thread, why they do not any more."""
         self._folder = folder
-        self._settings = settings
+        self.settings = settings
+        self.ranks: Ranks = ALONE
+        self._place = place
+        self._lost = lost
+        self._fingerprint = ""
+        self._all_named = AllNamed(place.size if place is not None else 1, lost)
         self._digest = digest
         self._send_tokens = send_tokens
         self._put = put
@@ -89,27 +106,32 @@ class EngineStart:
         self.outside: dict[Account, Callable[[], int]] = {}
         self.ledger: MemoryLedger | None = None
         self.can_draft = False
+        self._served_cache: PrefixCache | None = None
 
     def load(self) -> tuple[LoadedModel, Scheduler]:
         """Load the model, try out what its caches allow where that is not remembered, and begin with an empty cache.
         Raises whatever fails."""
         began_at = perf_counter()
         mx.clear_cache()  # buffers of a model that was here before
+        if self._place is not None:
+            self.ranks, self.settings = joined(self._place, self.settings, Ears(self._lost, self._all_named.note))
         self._digest.begin()
         draft, draft_look = self._loaded_draft()
-        model, look = self._loaded(self._folder, self._settings.kv, self._digest)
+        model, look = self._loaded(self._folder, self.settings.kv, self._digest)
         support, model = model.cache_support, self._with_drafts(replace(model, draft=draft), look, began_at)
         draft = model.draft
-        plan = self._settings.memory_plan(model)
+        plan = self.settings.memory_plan(model)
         notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.all_weight_bytes, plan))
         model = replace(model, cache_support=replace(support, notes=notes))
         model = with_images_tried(model, plan.image_feature_bytes)
         self._digest.confirm()
         scheduler = self._new_scheduler(model)
-        _draw_two_tokens(scheduler, self._settings.default_sampling)
+        self._warm_up(scheduler, model)
         self.can_draft = model.can_draft
         scheduler.cache.begin_anew()
-        self._open_disk(scheduler.cache, model, self._settings.kv, self._digest, plan)
+        self._served_cache = scheduler.cache
+        self._open_disk(scheduler.cache, model, self.settings.kv, self._digest, plan)
+        self._share_name()
         look.remember(model, support)
         if scheduler.draft_model is not None and draft is not None and draft_look is not None:
             self._begin_drafts(scheduler.draft_model, draft, draft_look, plan)
@@ -118,12 +140,29 @@ class EngineStart:
     def _loaded(self, folder: Path, kv: KvSettings, digest: ModelDigest) -> tuple[LoadedModel, CacheLook]:
         """The model in a folder, with what its caches allow."""
         look = self._look(folder, kv, digest)
-        model = load(folder, self._settings.max_kv_size, kv, look.probed)
+        max_kv_size, is_alone = self.settings.max_kv_size, self.ranks.is_alone
+        read = None if is_alone else partial(read_part, self.ranks)
+        model = load(folder, max_kv_size, kv, look.probed) if is_alone else load(folder, max_kv_size, kv, read=read)
         return replace(model, cache_support=look.support or check_caches(model)), look
+
+    def _warm_up(self, scheduler: Scheduler, model: LoadedModel) -> None:
+        """Draw two tokens, once all ranks have found the same about the model."""
+        refuse_unlike_look(self.ranks, model)
+        if isinstance(self.ranks, FollowingRanks):
+            follow(scheduler, self.ranks, "loaded")
+            return
+        _draw_two_tokens(scheduler, self.settings.default_sampling)
+        self.ranks.tell("loaded")
+
+    def _share_name(self) -> None:
+        """Where all ranks know already what they have loaded, the first request finds what is on their disks."""
+        for rank, name in enumerate(self.ranks.gathered("name", self._fingerprint)):
+            if rank and name:
+                self._all_named.note(rank, name)
 
     def _with_drafts(self, model: LoadedModel, look: CacheLook, began_at: float) -> LoadedModel:
         """The model with what its caches allow of drafts, where these are on."""
-        settings = self._settings.drafts
+        settings = self.settings.drafts
         if not settings.is_on:
             return model
         drafts = find_draft_support(model, settings, look.drafts, NOISE_SHARE * (perf_counter() - began_at))
@@ -136,7 +175,7 @@ class EngineStart:
 
     def _loaded_draft(self) -> tuple[LoadedModel | None, CacheLook | None]:
         """The model that drafts, in full precision: it is small. Raises ModelLoadError where it cannot."""
-        folder, digest = self._settings.draft_folder, self._draft_digest
+        folder, digest = self.settings.draft_folder, self._draft_digest
         if folder is None or digest is None:
             return None, None
         digest.begin()
@@ -155,7 +194,7 @@ class EngineStart:
 
     def _digest_of(self, folder: Path) -> ModelDigest:
         """What finds out which model is in a folder beside the target's."""
-        disk = self._settings.disk
+        disk = self.settings.disk
         outlives = disk is not None and not disk.is_ephemeral
         memory = DigestMemory(disk.folder, self._report, self._note) if disk is not None and outlives else None
         return ModelDigest(folder, memory, self._report, self._note)
@@ -168,15 +207,15 @@ class EngineStart:
 
     def _look(self, folder: Path, kv: KvSettings, digest: ModelDigest) -> CacheLook:
         """What is remembered of looks at models: in the folder of what outlives the process, else nothing."""
-        disk = self._settings.disk
-        if disk is None or disk.is_ephemeral:
+        disk = self.settings.disk
+        if disk is None or disk.is_ephemeral or not self.ranks.is_alone:  # or one rank would try what another remembers
             return CacheLook(None, digest, folder, lambda: None)
         memory = CachesSeen(disk.folder, self._report, self._note)
-        return CacheLook(memory, digest, folder, partial(surroundings, kv, self._settings.blas))
+        return CacheLook(memory, digest, folder, partial(surroundings, kv, self.settings.blas))
 
     def end(self) -> None:
         """Wire nothing any more, and let MLX hold as many freed buffers as before."""
-        self.ledger = None
+        self.ledger = self._served_cache = None
         mx.synchronize()
         self._wired.end()
         if self._found_cache_limit is not None:
@@ -186,21 +225,22 @@ class EngineStart:
         memory = self.ledger = self._new_ledger(model)
         return Scheduler(
             model,
-            self._settings.budget(model),
-            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # a name of its own
-            prefill_step_size=self._settings.prefill_step_size,
-            watchdog_seconds=self._settings.watchdog_seconds,
-            stream_share=self._settings.stream_share,
+            self.settings.budget(model),
+            PrefixCache(model, self.settings.cache, memory, secrets.token_hex(32), self.ranks),  # a name of its own
+            prefill_step_size=self.settings.prefill_step_size,
+            watchdog_seconds=self.settings.watchdog_seconds,
+            stream_share=self.settings.stream_share,
             report=self._report,
-            warming=self._settings.warming,
+            warming=self.settings.warming,
             send_tokens=self._send_tokens,
             draft_model=self._new_draft_model(model, memory),
-            draft_settings=self._settings.drafts,
+            draft_settings=self.settings.drafts,
+            ranks=self.ranks,
         )
 
     def _new_draft_model(self, model: LoadedModel, memory: MemoryLedger) -> DraftModel | None:
         """The model that drafts for another one, with its part of the memory, which that one's ledger tells of."""
-        folder, draft, plan = self._settings.draft_folder, model.draft, memory.plan.draft
+        folder, draft, plan = self.settings.draft_folder, model.draft, memory.plan.draft
         if folder is None or draft is None or plan is None:
             return None
 
@@ -211,12 +251,12 @@ class EngineStart:
             draft,
             folder.name,
             MemoryLedger(plan, report),
-            self._settings.cache,
+            self.settings.cache,
             secrets.token_hex(32),
-            max_rows=self._settings.max_concurrent_requests,
-            prefill_step_size=self._settings.prefill_step_size,
+            max_rows=self.settings.max_concurrent_requests,
+            prefill_step_size=self.settings.prefill_step_size,
             num_vocab_tokens=model.vocab_size,
-            warming=self._settings.warming,
+            warming=self.settings.warming,
             report=report,
         )
         memory.open("draft_kv", lambda: draft_model.held_bytes)
@@ -225,10 +265,10 @@ class EngineStart:
     def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
         """The ledger of all memory that grows with work. From here on MLX holds no more freed buffers, and wires no
         more, than it may."""
-        plan = self._settings.memory_plan(model)
+        plan = self.settings.memory_plan(model)
         self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
         mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
-        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.all_weight_bytes, plan))
+        self._wired.begin(wired_bytes(self.settings.wired_bytes, model.all_weight_bytes, plan))
         memory = MemoryLedger(plan, self._report)
         memory.open("buffers", mx.get_cache_memory)
         if (vision := model.vision) is not None:
@@ -248,7 +288,7 @@ class EngineStart:
     ) -> None:
         """Begin to use the disk, so late that nothing of the warm-up is kept. What outlives the process waits for a
         name, in which `salt` has a part."""
-        if (settings := self._settings.disk) is None:
+        if (settings := self.settings.disk) is None:
             return
         open_tier = partial(self._open_tier, settings, plan)
         if not settings.is_ephemeral:
@@ -257,7 +297,7 @@ class EngineStart:
             self._use_disk(cache, open_tier, is_ram_lent=True)
         elif model.cache_support.can_keep:
             cache.is_unnamed = True
-            ways = kv, model.cache_support.cut_tokens, (*salt, *model.own_leaves)
+            ways = kv, model.cache_support.cut_tokens, (*salt, *self.ranks.salt, *model.own_leaves)
             digest.when_known(partial(self._name, cache, open_tier, *ways))
 
     def _name(
@@ -270,9 +310,22 @@ class EngineStart:
         fingerprint: str,
     ) -> None:
         """Begin to use the disk between two steps: it is known what was loaded. On the thread that found it out."""
+        self._fingerprint = fingerprint
         name = kv_fingerprint(fingerprint, kv, cut_tokens, leaves)
-        with suppress(NotReady):
-            self._put(lambda scheduler: self._use_disk(cache, open_tier, name) if scheduler else None)
+
+        def use(scheduler: Scheduler | None) -> None:
+            if scheduler is not None:
+                self._use_disk(cache, open_tier, name)
+                self.ranks.named(fingerprint)
+
+        def begin() -> None:
+            with suppress(NotReady):
+                self._put(use)
+
+        if self.ranks.is_alone or self.ranks.is_following:
+            begin()
+        else:
+            self._all_named.own(fingerprint, begin)
 
     def _use_disk(
         self, cache: PrefixCache, open_tier: OpenTier, fingerprint: str | None = None, *, is_ram_lent: bool = False
@@ -284,11 +337,18 @@ class EngineStart:
                 cache.rename(fingerprint)
             cache.has_lost_disk = (tier := open_tier(cache.hasher)) is None
             if tier is not None:
-                cache.use_disk(tier, is_ram_lent=is_ram_lent)
+                cache.use_disk(tier, is_ram_lent=is_ram_lent, remote=self._open_shared(cache, tier))
+
+    def _open_shared(self, cache: PrefixCache, tier: DiskTier) -> RemoteTier | None:
+        """What the cache of the served model has of one that several servers share; a scratch file is nobody else's."""
+        store, shared = tier.worker.store, self.settings.shared
+        if shared is None or cache is not self._served_cache or not isinstance(store, FolderStore):
+            return None
+        kind = "metal" if (facts := device_facts()).has_metal and facts.kind == "gpu" else facts.kind
+        return shared.open_tier(tier, store, cache.hasher, kind)
 
     def _open_tier(self, settings: DiskSettings, plan: MemoryPlan, hasher: BlockHasher) -> DiskTier | None:
-        """The disk tier of the model that `hasher` names prefixes of; None, with a line for a person, if it cannot
-        be."""
+        """The disk tier of the model that `hasher` names prefixes of; None, with a line for a person, without one."""
         limits = DiskLimits(
             settings.max_bytes,
             settings.min_free_bytes,

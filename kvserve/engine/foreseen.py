@@ -20,9 +20,9 @@ from mlx_lm.utils import _get_classes
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import flat_caches, held_arrays
+from kvserve.engine.kv_size import KvSize, kv_size, leaf_bytes
 from kvserve.engine.leaf_forms import LeafForm, is_known, leaf_kind
 from kvserve.engine.memory import MemoryPlan, WantedMemory, plan_memory
-from kvserve.engine.model import KvSize, kv_size, leaf_bytes
 from kvserve.engine.model_files import most_used_dtype, weight_file_bytes
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, refuse_own_code
 from kvserve.engine.vision_load import is_vision

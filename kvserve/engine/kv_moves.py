@@ -23,9 +23,10 @@ from kvserve.cache.records import BoundaryKind, Extension, KvPiece
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from kvserve.engine.cache_records import CacheLease
-from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
+from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.pinned import PinnedPrefix
 from kvserve.engine.rows import Row, owner_of, tokens_of, user_of
 from kvserve.engine.snapshot import CacheLayout, KvSlice, StateSnapshot, merged
 

@@ -12,8 +12,8 @@ from kvserve.cache.node import leased_bytes
 from kvserve.cache.records import Room
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import MemoryLedger
-from kvserve.engine.model import KvSize
 
 CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; when so much was evicted they are given back."""

@@ -1,81 +1,31 @@
-"""Loading a model and knowing its sizes: bytes of KV per token, bytes of weights a step reads, context limit.
+"""Loading a model and knowing it: the sizes of its KV, bytes of weights a step reads, context limit.
 
 It runs on the engine thread, which owns what it returns. Tokenizer and template belong to `prompt/`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from kvserve.core import GenerationRequest, ImageSpan
 from kvserve.engine.borders import described, finding
 from kvserve.engine.draft_nouns import DraftSupport
 from kvserve.engine.kv_buffers import arrays_in, flat_caches
+from kvserve.engine.kv_size import KvSize, kv_size
 from kvserve.engine.kv_support import quantiser_of, try_quantising
-from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, is_known, lengths_named
-from kvserve.engine.quantised import FULL_PRECISION, KvSettings, PackedCache, Quantiser
+from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, lengths_named
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
 from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
 from kvserve.engine.vision_pass import RowImages, place
 from kvserve.errors import EngineFailure, ModelLoadError
 from kvserve.settings.model_config import expert_counts, own_context_limit, read_config, text_config
-
-
-@dataclass(frozen=True, slots=True)
-class KvSize:
-    """Sizes of one row: `fixed` for windows and states, `per_token` in full precision, `per_packed_token` quantised.
-    `slot_tokens` are places that its caches hold ahead, `copy_share` is the part of a batch that is there twice while a
-    row joins, leaves or outgrows its places. `memo_per_token` is what of `per_token` is not kept.
-
-    A live row of more than `packed_from` tokens is quantised as a whole; None: never. What is kept of it for others is
-    in full precision up to there.
-    """
-
-    fixed: int
-    per_token: float
-    per_packed_token: float = 0.0
-    packed_from: int | None = None
-    slot_tokens: int = 0
-    copy_share: float = 0.0
-    memo_per_token: float = 0.0
-
-    def token_bytes(self, num_tokens: int) -> float:
-        """Bytes of each token of a live row that holds so many."""
-        return self.per_packed_token if self._is_packed(num_tokens) else self.per_token
-
-    def live(self, num_tokens: int) -> float:
-        """Bytes of a live row with the places that it holds ahead, without padding."""
-        return self.fixed + (num_tokens + self.slot_tokens) * self.token_bytes(num_tokens)
-
-    def held(self, num_tokens: int) -> float:
-        """Bytes of a row that has left its batch: no place is held ahead."""
-        return self.fixed + num_tokens * self.token_bytes(num_tokens)
-
-    def copied(self, num_bytes: float) -> float:
-        """What of a batch of so many bytes is there twice at the most."""
-        return self.copy_share * num_bytes
-
-    def peak(self, num_tokens: int) -> float:
-        """The most that a live row holds until it has so many tokens: while it is converted it is there twice."""
-        if self.packed_from is None or not self._is_packed(num_tokens):
-            return self.live(num_tokens)
-        converting = (self.packed_from + self.slot_tokens) * self.per_token + self.packed_from * self.per_packed_token
-        return self.fixed + max(converting, (num_tokens + self.slot_tokens) * self.per_packed_token)
-
-    def kept(self, start: int, end: int) -> float:
-        """Bytes that the tokens `[start, end)` take in the prefix cache, with a state at their end."""
-        border = end if self.packed_from is None else min(max(start, self.packed_from), end)
-        per_token = self.per_token - self.memo_per_token
-        return self.fixed + (border - start) * per_token + (end - border) * self.per_packed_token
-
-    def _is_packed(self, num_tokens: int) -> bool:
-        return self.packed_from is not None and num_tokens > self.packed_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +44,10 @@ type Looking = Callable[[str, Callable[[], Probed]], Probed]
 """Is told how a model that was just loaded is built, and what finds the rest out by passes, which it need not call."""
 
 
-_PROBE_TOKENS = 16
+type Reading = Callable[[Path, dict[str, Any]], VisionModel]
+"""Reads the weights in a folder, or a part of them."""
 
-COPIED_LAYERS = 1.5
-"""A row that joins, leaves or grows has one layer twice, and the part of it that is padded: measured with four layers,
-a batch of 184 MiB took 60 more."""
+_PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +187,10 @@ def load(
     max_kv_size: int,
     kv: KvSettings = FULL_PRECISION,
     looking: Looking = lambda _build, probe: probe(),
+    read: Reading | None = None,
 ) -> LoadedModel:
-    """Load weights and measure the model's sizes with short forward passes, also with quantised KV.
+    """Load weights and measure the model's sizes with short forward passes, also with quantised KV. `read`: where
+    not all of the weights are read.
 
     Raises ModelLoadError for a folder without config or weights, broken files, code of its own, an unknown
     architecture, or one whose KV cannot be quantised as the settings say.
@@ -247,7 +198,7 @@ def load(
     config = read_config(folder)
     refuse_own_code(folder, config)
     try:
-        loaded = load_vision(folder, config) if is_vision(config) else VisionModel(*load_text(folder, config), None)
+        loaded = (read or _read_whole)(folder, config)
     except FileNotFoundError as error:
         raise ModelLoadError(f"{folder} holds no weights (model*.safetensors): {error}.") from error
     except ModelLoadError:
@@ -272,6 +223,10 @@ def load(
         leaf_forms=probed.leaf_forms,
         leaf_trouble=probed.leaf_trouble,
     )
+
+
+def _read_whole(folder: Path, config: dict[str, Any]) -> VisionModel:
+    return load_vision(folder, config) if is_vision(config) else VisionModel(*load_text(folder, config), None)
 
 
 def _build_of(loaded: VisionModel) -> str:
@@ -340,47 +295,6 @@ def _forms(module: Module) -> tuple[LeafForm, ...]:
 
         return with_memory(module, forms)
     return forms
-
-
-def kv_size(caches: Sequence[Any], forms: Sequence[LeafForm], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
-    """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
-    per_token, fixed = _sizes(caches, forms)
-    num_plain = sum(type(cache) is KVCache for cache in flat_caches(caches))
-    # Plain layers join and leave a batch one after the other, all others at once.
-    copy_share = COPIED_LAYERS / num_plain if num_plain and packed is None else 1.0
-    leaves = zip(flat_caches(caches), forms, strict=True)
-    memo_per_token = sum(_bytes_per_token(leaf) for leaf, form in leaves if form.kind == "memo")
-    sizes = KvSize(
-        fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share), memo_per_token=memo_per_token
-    )
-    if packed is None:
-        return sizes
-    return replace(sizes, per_packed_token=_sizes(packed, forms)[0], packed_from=packed_from)
-
-
-def _sizes(caches: Sequence[Any], forms: Sequence[LeafForm]) -> tuple[float, int]:
-    """KV bytes per token, and bytes that a row has whatever its length."""
-    leaves = [leaf_bytes(cache, form) for cache, form in zip(flat_caches(caches), forms, strict=True)]
-    return sum(per_token for per_token, _ in leaves), sum(fixed for _, fixed in leaves)
-
-
-def leaf_bytes(cache: Any, form: LeafForm) -> tuple[float, int]:
-    """The same of one leaf that holds a few tokens. Only shapes are looked at."""
-    if isinstance(cache, ArraysCache):
-        return 0.0, cache.nbytes
-    if isinstance(cache, RotatingKVCache):
-        return 0.0, int(_bytes_per_token(cache) * cache.max_size)
-    if not is_known(cache) and not isinstance(cache, PackedCache):
-        return form.per_token, form.fixed
-    return _bytes_per_token(cache), 0
-
-
-def _bytes_per_token(cache: Any) -> float:
-    """Keys and values are (rows, heads, slots, width); slots are allocated ahead, so they are counted, not tokens.
-
-    What has no slots, such as an offset, does not grow with the tokens.
-    """
-    return sum(array.nbytes / array.shape[-2] for array in arrays_in(cache.state) if array.ndim > 2 and array.size)
 
 
 def _active_weight_bytes(module: Module, config: Mapping[str, Any]) -> int:

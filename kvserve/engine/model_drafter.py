@@ -18,10 +18,10 @@ from kvserve.core.drafting import Draft, Drafter
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import CacheLease
-from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.draft_costs import DraftCosts
 from kvserve.engine.draft_row import DraftRow, Guess
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.pinned import PinnedPrefix
 from kvserve.engine.prefill import ALIGNMENT_TOKENS, ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row, expected_tokens

@@ -17,6 +17,8 @@ from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.kv_buffers import flat_caches, settle, with_room
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.quantised import PackedCache
+from kvserve.engine.ranks.decisions import CHUNK
+from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.vision_pass import RowImages, see
 
@@ -83,6 +85,7 @@ class Prefill:
     num_last_tokens: int = 0
     num_computed: int = 0
     images: RowImages | None = None
+    ranks: Ranks = ALONE
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,13 +113,7 @@ class Prefill:
         """
         self.caches = model.ready(self.caches, self.num_done)
         reserve(self.caches, expected_tokens(self.row))
-        if (cut_tokens := model.cache_support.cut_tokens) > 1:  # others would compute it in these chunks too
-            num_tokens = min(self.num_to_stop, cut_tokens - self.num_done % cut_tokens)
-        else:
-            num_tokens = min(self.num_to_stop, chunk_length.within(max_seconds, self.num_last_tokens))
-        if model.quantiser is not None:
-            num_tokens = min(num_tokens, model.quantiser.longest_chunk(self.num_done))
-        num_tokens = self._whole_images(model, num_tokens)
+        num_tokens = self.ranks.decided(CHUNK, lambda: self._length(model, chunk_length, max_seconds))
         chunk = self.tokens[self.num_done : self.num_done + num_tokens]
         started = time.perf_counter()
         self._compute(model, chunk)
@@ -125,6 +122,16 @@ class Prefill:
         chunk_length.measured(num_tokens, time.perf_counter() - started)
         self.advance(num_tokens)
         return num_tokens
+
+    def _length(self, model: LoadedModel, chunk_length: ChunkLength, max_seconds: float) -> int:
+        """How many tokens the next chunk has."""
+        if (cut_tokens := model.cache_support.cut_tokens) > 1:  # others would compute it in these chunks too
+            num_tokens = min(self.num_to_stop, cut_tokens - self.num_done % cut_tokens)
+        else:
+            num_tokens = min(self.num_to_stop, chunk_length.within(max_seconds, self.num_last_tokens))
+        if model.quantiser is not None:
+            num_tokens = min(num_tokens, model.quantiser.longest_chunk(self.num_done))
+        return self._whole_images(model, num_tokens)
 
     def advance(self, num_tokens: int) -> None:
         """Note that its caches hold so many tokens more."""

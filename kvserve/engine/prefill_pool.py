@@ -17,6 +17,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from kvserve.engine.borders import described
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ALIGNMENT_TOKENS, ChunkLength, Prefill
+from kvserve.engine.ranks.decisions import GROUP, ChunkRow
+from kvserve.engine.ranks.place import ALONE, Ranks, RanksLost
 from kvserve.engine.rows import Row
 
 
@@ -36,8 +38,9 @@ class PrefillStep:
 class PrefillPool:
     """All rows that are being prefilled, in the order in which they came. Owned by the engine thread."""
 
-    def __init__(self, model: LoadedModel, chunk_length: ChunkLength) -> None:
+    def __init__(self, model: LoadedModel, chunk_length: ChunkLength, ranks: Ranks = ALONE) -> None:
         self._model = model
+        self._ranks = ranks
         self.chunk_length = chunk_length
         self._can_share = model.cache_support.can_pad
         self._prefills: list[Prefill] = []
@@ -66,17 +69,29 @@ class PrefillPool:
     def step(self, row: Row, seconds: float) -> PrefillStep:
         """One chunk of this row, of about so many seconds, or of several rows in one pass. One that fails is taken out,
         one that is through stays until it is taken out."""
-        first = next(prefill for prefill in self._prefills if prefill.row is row)
-        group = [first]
-        if self._can_share:
-            group = companions(first, self._prefills, self._model, self.chunk_length, seconds)
+        group = [self._at(each) for each in self._ranks.decided(GROUP, lambda: self._group(row, seconds))]
         for prefill in group:
             prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
-            num_tokens = self._compute(group, seconds)
+            num_tokens = self._ranks.together(lambda: self._compute(group, seconds))
         except Exception as error:  # noqa: BLE001 - a prefill touches no other row: a row's failure stays its own
             return self._failed(group, error)
         return PrefillStep(tuple(group), num_tokens)
+
+    def _group(self, row: Row, seconds: float) -> tuple[ChunkRow, ...]:
+        """Who computes together with this row."""
+        group = [first := next(prefill for prefill in self._prefills if prefill.row is row)]
+        if self._can_share:
+            group = companions(first, self._prefills, self._model, self.chunk_length, seconds)
+        return tuple(ChunkRow(each.row, each.num_done, each.num_to_stop) for each in group)
+
+    def _at(self, chunk: ChunkRow) -> Prefill:
+        """The prefill of a row, which must be where rank 0 has it: passes of equal shape at other places would add up
+        to wrong text. Raises RanksLost."""
+        found = next((prefill for prefill in self._prefills if prefill.row is chunk.row), None)
+        if found is None or (found.num_done, found.num_to_stop) != (chunk.num_done_tokens, chunk.num_to_stop_tokens):
+            raise RanksLost(f"{self._ranks.place} is out of step: row {chunk.row.serial} is not where rank 0 has it")
+        return found
 
     def _compute(self, group: list[Prefill], seconds: float) -> int:
         """The chunk, and its length over all rows. Raises what the model raises."""

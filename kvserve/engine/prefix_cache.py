@@ -24,17 +24,22 @@ from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits
+from kvserve.cache.remote_tier import RemoteTier
 from kvserve.cache.token_run import image_around, pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheLease, CacheReport, CacheSettings, ForgottenKv, Totals
-from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
+from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
 from kvserve.engine.kv_moves import KvMoves, slices_of
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.pinned import PinnedPrefix
+from kvserve.engine.ranks.decisions import STOPS
+from kvserve.engine.ranks.depth import agreed_match
+from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.rows import Row, expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.snapshot import CacheLayout, merged
 
@@ -48,8 +53,16 @@ TRIM_MISS_TOLERANCE_TOKENS = 64
 class PrefixCache:
     """Owns the tree and every array in it."""
 
-    def __init__(self, model: LoadedModel, settings: CacheSettings, memory: MemoryLedger, fingerprint: str) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        settings: CacheSettings,
+        memory: MemoryLedger,
+        fingerprint: str,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """`memory` is the ledger that says how much may be kept."""
+        self._ranks = ranks
         self._layout = CacheLayout(model.new_caches, model.quantiser, model.leaf_forms)
         self._model = model
         self._max_bytes = max_bytes = memory.plan.kv_bytes
@@ -79,7 +92,7 @@ class PrefixCache:
         self.kv_room = KvRoom(self._tree, memory, model.sizes)
         self.kv_moves = KvMoves(self._tree, self._layout, model, self.kv_room, lambda: self._disk)
         memory.open("write_queue", lambda: disk.tier.moving_bytes()[0] if (disk := self._disk) is not None else 0)
-        memory.open("read_ahead", lambda: disk.tier.moving_bytes()[1] if (disk := self._disk) is not None else 0)
+        memory.open("read_ahead", lambda: disk.read_ahead_bytes if (disk := self._disk) is not None else 0)
         memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
         memory.watch("write_queue", lambda: BEHIND if (disk := self._disk) and disk.tier.is_behind else None)
         self._num_hybrid_trim_misses = 0
@@ -98,16 +111,15 @@ class PrefixCache:
         `is_ahead`: it has no answer, counts nowhere and becomes no owner's entry. `is_guess`: no client asked for it.
         """
         tokens = tokens_of(row)
-        match = self._found(row, tokens)
+        match = agreed_match(self._ranks, self._tree, row, tokens, self._found(row, tokens))
         if not is_ahead:
             self._note_reuse(row, match)
         owner, user, request = None if is_ahead else owner_of(row), user_of(row), row.request
-        ttl_seconds = request.ttl_seconds
-        lease = self._tree.acquire(match, owner=owner, ttl_seconds=ttl_seconds, user=user, is_guess=is_guess)
+        lease = self._tree.acquire(match, owner=owner, ttl_seconds=request.ttl_seconds, user=user, is_guess=is_guess)
         if not self._model.cache_support.can_keep or request.ttl_seconds == 0 or row.is_forgotten:
             self._tree.release(lease)  # a row without a lease leaves nothing behind, and no row waits for it
         try:
-            return self._restored(row, tokens, match, lease)
+            return self._ranks.together(lambda: self._restored(row, tokens, match, lease))
         except Exception:
             self.kv_moves.let_go(lease)
             self._tree.release(lease)
@@ -133,6 +145,12 @@ class PrefixCache:
             pieces = slices_of(match.pieces)
             state: Any = match.state.payload if match.state is not None else None
             caches = self._layout.restore(pieces, state, num_next)
+        stops = self._ranks.decided(STOPS, lambda: self._stops(tokens, row, match))
+        run = match.run if len(match.run) == len(tokens) else pack(tokens)
+        return CacheLease(row, lease, run, list(stops)), caches, match.num_usable_tokens
+
+    def _stops(self, tokens: TokenSequence, row: Row, match: PrefixMatch) -> tuple[Stop, ...]:
+        """Where a row's prefill stops, to keep what it has."""
         stops = plan_stops(
             outline(tokens, row.request.message_starts, needs_checkpoints=self.needs_checkpoints),
             num_usable_tokens=match.num_usable_tokens,
@@ -143,9 +161,7 @@ class PrefixCache:
         if not self.needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
         packed_from = self._model.packed_from(tokens.images)
-        stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
-        run = match.run if len(match.run) == len(tokens) else pack(tokens)
-        return CacheLease(row, lease, run, list(stops)), caches, match.num_usable_tokens
+        return with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
 
     def pin(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> PinnedPrefix:
         """Pin what a row will start from until it enters, for room is made for it before. Reading what only the disk
@@ -242,6 +258,7 @@ class PrefixCache:
         if not row.has_begun:  # a row that enters again has its prompt from itself
             is_warmed = self.warmed.use(match.run, match.chain, match.num_usable_tokens) > 0
             tier: ReuseTier = "live row" if row.has_waited_for_row else "disk" if row.has_come_from_disk else "ram"
+            tier = "shared" if row.has_come_from_shared else tier
             tier = "warmed" if is_warmed else tier
             row.reuse = Reuse(
                 tier=tier if match.num_usable_tokens else "nothing",
@@ -336,12 +353,17 @@ class PrefixCache:
         self._tree.rename(self.hasher)
         self.warmed.rename(self.hasher)
 
-    def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
-        """Write what is kept to disk too from now on, also what RAM has already, and restore from there.
-        `is_ram_lent`: RAM keeps what rows need now, nothing else."""
-        wants, room, some = self.needs_checkpoints, self.make_room, self.kv_room.make_some
+    def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False, remote: RemoteTier | None = None) -> None:
+        """Write what is kept to disk too from now on, also what RAM has already, and restore from there; `remote` is
+        the shared cache behind it. `is_ram_lent`: RAM keeps what rows need now, nothing else."""
         self._disk = DiskCache(
-            tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room, make_some_room=some
+            tier,
+            self._tree,
+            needs_checkpoints=self.needs_checkpoints,
+            is_ram_lent=is_ram_lent,
+            make_room=self.make_room,
+            make_some_room=self.kv_room.make_some,
+            remote=remote,
         )
         for path in list(self._tree.kept_paths()):
             self._disk.writing.save(path, 0)
@@ -349,7 +371,7 @@ class PrefixCache:
     def measured_prefill(self, tokens_per_second: float | None) -> None:
         """Note how fast this model computes: reading from disk must be faster to be worth it."""
         if self._disk is not None and tokens_per_second is not None:
-            self._disk.tier.prefill_rate = tokens_per_second
+            self._disk.tier.worker.prefill_rate = tokens_per_second
 
     def begin_flush(self) -> Flush:
         """How much `close_disk` will have to write, and a look at how far it is."""

@@ -57,6 +57,7 @@ class RequestHandle:
         self._has_begun = False
         self._reader: Reader | None = None
         self._is_read_elsewhere = False
+        self._is_lost = False
         self._cancelled = threading.Event()
 
     @property
@@ -70,6 +71,10 @@ class RequestHandle:
     def put(self, event: GenerationEvent, *, may_wait: bool = False) -> None:
         """Deliver one event, soon or (`may_wait`) with the next one; called by the engine thread only."""
         self._dispatch(partial(self._deliver, event), may_wait=may_wait)
+
+    def lose(self, error: KvserveError) -> None:
+        """The last event, from any thread: the engine's may never come back. Whatever it still puts is dropped."""
+        self._deliver(GenerationFailed(error), is_last=True)
 
     def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
         """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one, or
@@ -95,8 +100,11 @@ class RequestHandle:
             while self._is_read_elsewhere:
                 self._news.wait()
 
-    def _deliver(self, event: GenerationEvent) -> None:
+    def _deliver(self, event: GenerationEvent, *, is_last: bool = False) -> None:
         with self._news:
+            if self._is_lost:
+                return
+            self._is_lost = is_last
             self._arrived.append(event)
             read = self._reader if isinstance(event, TokenDelta) else None
             if read is None:
@@ -130,7 +138,8 @@ class Row:
     """What the engine knows of one request. Times are `time.monotonic()` seconds, None until they happen.
 
     `on_end` frees its place, before its client hears of the end and may come again.
-    `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
+    `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read,
+    `has_come_from_shared`: the shared cache gave it.
     `answer_kept_from`: where the KV begins that was kept of its answer meanwhile, None as long as there is none.
     `progressed_at`: when it got its place, or something was computed for it or came from the disk last, and as much
     later as prompts stood still for streams since. `decoding_from`: when its prompt was computed, None while it is to
@@ -143,7 +152,7 @@ class Row:
     than what is kept of it, so much moves out of the tree to it.
     `is_forgotten`: its owner was forgotten meanwhile, and nothing of it is kept. `logprobs` reads those of its
     tokens, None where its client does not ask; `drafts` is None where nothing is drafted. `trouble` is what its
-    generator raised last, `failure` what the row itself is to blame for.
+    generator raised last, `failure` what the row itself is to blame for. `serial` names it among several ranks.
     """
 
     handle: RequestHandle
@@ -160,6 +169,7 @@ class Row:
     reuse: Reuse = Reuse()
     has_waited_for_row: bool = False
     has_come_from_disk: bool = False
+    has_come_from_shared: bool = False
     answer_kept_from: int | None = None
     restorable_bytes: float = math.inf
     moved_bytes: float = 0.0
@@ -173,6 +183,7 @@ class Row:
     trouble: Exception | None = None
     failure: Exception | None = None
     is_over: bool = False
+    serial: int = 0
     logprobs: LogprobReader | None = None
     drafts: RowDrafts | None = field(init=False)
 

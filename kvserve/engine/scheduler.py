@@ -20,10 +20,12 @@ from kvserve.engine.decode_group import DecodeResult, ExtractedRow
 from kvserve.engine.draft_model import DraftModel
 from kvserve.engine.draft_nouns import DEFAULT_DRAFTS, DraftSettings
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.policy import DecodeStep, Ending, Pause, PrefillChunk
+from kvserve.engine.policy import DecodeStep, Ending, Pause, Plan, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.ranks.decisions import OUTGROWN, PLAN, WORK
+from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.rows import Row, expected_tokens
 from kvserve.engine.turn_order import TurnOrder
 from kvserve.engine.upkeep import EngineUpkeep
@@ -50,25 +52,27 @@ class Scheduler:
         send_tokens: Callable[[], None] = lambda: None,
         draft_model: DraftModel | None = None,
         draft_settings: DraftSettings = DEFAULT_DRAFTS,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Beside prompts streams have `stream_share` of the time. `send_tokens` is called whenever tokens that wait may
         go to their clients."""
         self.cache = cache
         self._model = model
+        self._ranks = ranks
         self._watchdog_seconds = watchdog_seconds
         self._report = report
         self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
         self._rows: list[Row] = []
-        self._waiting_for_prefix = WaitingForPrefix(cache, report)
+        self._waiting_for_prefix = WaitingForPrefix(cache, report, ranks)
         self._send_tokens = send_tokens
-        self._pool = DecodePool(model, budget.max_rows, send_tokens, draft_settings)
+        self._pool = DecodePool(model, budget.max_rows, send_tokens, draft_settings, ranks)
         self._admission = Admission(budget, cache, self._pool)
         self._cache_leases = CacheLeases(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self.draft_model = draft_model
         self.upkeep = EngineUpkeep(model, cache, self.warmer, self._memory, draft_model, self._account)
-        self._prefills = PrefillPool(model, self._chunk_length)
+        self._prefills = PrefillPool(model, self._chunk_length, ranks)
         self._turn_order = TurnOrder(
             cache, self._admission, self._waiting_for_prefix, self._prefills, self._pool, stream_share=stream_share
         )
@@ -94,6 +98,7 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; work ahead of requests makes way."""
+        self._ranks.add(row)
         self.warmer.pause()
         if self.draft_model is not None:
             self.draft_model.add(row)
@@ -102,17 +107,21 @@ class Scheduler:
 
     def tick(self) -> None:
         """Ask the policy and do what it says: rows go, rows enter, then one chunk of prefill or one step of streams."""
+        self._ranks.begin_tick()
         self._look_around()
-        plan = self._turn_order.next_plan(self._watchdog_seconds)
+        plan = self._next_plan()
         while plan.ended or plan.admitted is not None:
             self._let_go(plan.ended)
             self._let_in(plan.admitted)
-            plan = self._turn_order.next_plan(self._watchdog_seconds)
+            plan = self._next_plan()
         is_changed = self._begin_ready() or bool(self._waiting_for_prefix)  # these say for whom they wait
-        self._compute(self._turn_order.next_work() if is_changed else plan.work)
+        self._compute(self._ranks.decided(WORK, self._turn_order.next_work) if is_changed else plan.work)
         self._pool.settle()
         self._cache_leases.keep_long_answers(self._pool, self._send_tokens)
         self.upkeep.give_ram_back()
+
+    def _next_plan(self) -> Plan[Row]:
+        return self._ranks.decided(PLAN, lambda: self._turn_order.next_plan(self._watchdog_seconds))
 
     def _look_around(self) -> None:
         """Deal with what has changed since the last tick, before any row enters."""
@@ -240,9 +249,8 @@ class Scheduler:
     def _put_back_outgrown(self) -> None:
         """Let the newest row wait where answers longer than their allowance have outgrown the memory for all. It
         continues from what it has computed."""
-        if len(rows := self._pool.rows()) < 2 or not self._admission.is_outgrown():
+        if len(self._pool.rows()) < 2 or (row := self._ranks.decided(OUTGROWN, self._admission.outgrown)) is None:
             return
-        row = max(rows, key=lambda each: each.submitted_at)
         if (left := self._taken_out(row)) is None:
             return
         with self._cache_leases.in_transit(row):
@@ -291,7 +299,7 @@ class Scheduler:
     def _begin(self, row: Row) -> None:
         """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
         with row_fails_alone(row, self._memory, self._forget_ended):
-            images = self._model.images(row.request)
+            images = self._ranks.together(lambda: self._model.images(row.request))
             if row.moved_bytes:
                 self._waiting_for_prefix.remove(row)  # no other lease is on what it takes over
             cache_lease, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
@@ -302,7 +310,7 @@ class Scheduler:
             self.cache.totals.num_prompt_tokens += len(row.request.prompt)
             self.cache.totals.num_cached_tokens += num_done
         self._cache_leases.begin(row, cache_lease)
-        self._prefills.add(prefill := Prefill(row, cache_lease, caches, num_done, images=images))
+        self._prefills.add(prefill := Prefill(row, cache_lease, caches, num_done, images=images, ranks=self._ranks))
         self._turn_order.begins(row, prefill.num_left)
         row.report_progress(num_done)
 

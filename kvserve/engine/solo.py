@@ -51,7 +51,7 @@ class _Row:
     context: Any  # TokenBuffer, likewise
     has_begun: bool = False
 
-    def advance(self, module: Callable[..., Any]) -> int:
+    def advance(self, module: Callable[..., Any], read: Callable[[mx.array], mx.array]) -> int:
         """Put the pending token through the model, begin to compute the one after it, and return the first of them."""
         taken = self.pending
         logits = module(taken[None], cache=self.caches)[:, -1, :]
@@ -61,7 +61,7 @@ class _Row:
                 logits = processor(context, logits)
         self.pending = self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.async_eval(self.pending)  # type: ignore[no-untyped-call]
-        token = int(taken.item())  # type: ignore[arg-type]
+        token = int(read(taken).item())  # type: ignore[arg-type]
         self.tokens.append(token)
         return token
 
@@ -69,9 +69,11 @@ class _Row:
 class SoloGenerator:
     """Decodes one row at a time; rows of several generators take turns. Every method may run the model."""
 
-    def __init__(self, module: Callable[..., Any]) -> None:
-        """`module(tokens (1, n), cache=caches)` gives logits (1, n, vocabulary)."""
+    def __init__(self, module: Callable[..., Any], taken: Callable[[mx.array], mx.array] = lambda ids: ids) -> None:
+        """`module(tokens (1, n), cache=caches)` gives logits (1, n, vocabulary). `taken(ids)`: those that its newest
+        pass has taken for them."""
         self._module = module
+        self._taken = taken
         self._row: _Row | None = None
         self._uids = count()
 
@@ -118,7 +120,7 @@ class SoloGenerator:
         if row is None:
             return [], []
         with mx.stream(generation_stream):
-            token = row.advance(self._module)
+            token = row.advance(self._module, self._taken)
         if not row.has_begun:
             row.has_begun = True
             return [], []

@@ -44,11 +44,13 @@ def is_for_mlx_vlm(config: Mapping[str, Any]) -> bool:
     return str(module.__name__).startswith("mlx_vlm.models.")
 
 
-def load_text(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A decoder and its config. Raises what the loaders raise, and ModelLoadError for a model that writes no text."""
+def load_text(folder: Path, config: dict[str, Any], *, is_lazy: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A decoder and its config; `is_lazy`: mlx-lm's weights are not read yet.
+
+    Raises what the loaders raise, and ModelLoadError for a model that writes no text."""
     compile_for_true_lengths()
     if is_for_mlx_lm(config) or not is_for_mlx_vlm(config):
-        return load_model(folder, lazy=False)
+        return load_model(folder, lazy=is_lazy)
     return _load_with_mlx_vlm(folder, config), config
 
 

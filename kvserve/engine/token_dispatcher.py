@@ -81,5 +81,9 @@ class SendingModule:
         self._send_tokens()
         return logits
 
+    def taken(self, ids: Any) -> Any:
+        """The ids (rows,) that the newest pass has taken: these."""
+        return ids
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -19,8 +19,8 @@ from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described
 from kvserve.engine.cache_records import LONG_ROW_TOKENS, CacheLease
-from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.pinned import PinnedPrefix
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row

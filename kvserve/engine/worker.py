@@ -17,24 +17,30 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, TokenSequence
+from kvserve.core.rank_place import RankPlace
+from kvserve.engine import forget_everywhere
 from kvserve.engine.borders import described, engine_outlives
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
 from kvserve.engine.engine_start import EngineCall, EngineStart
 from kvserve.engine.file_digest import DigestMemory
-from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
+from kvserve.engine.follower import follow
+from kvserve.engine.inbox import Inbox
+from kvserve.engine.logits_processors import LogprobReader
 from kvserve.engine.memory import Account
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.model_drafter import ComposedDrafter
+from kvserve.engine.ranks.following import FollowingRanks
+from kvserve.engine.ranks.place import RanksLost
 from kvserve.engine.rows import RequestHandle, Row
-from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.submitting import check, constraints_of, within_memory
 from kvserve.engine.token_dispatcher import TokenDispatcher
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import Warming, WarmJob
-from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
+from kvserve.errors import EngineFailure, ModelLoadError, NotReady, RankLost
 
 CALL_TIMEOUT_SECONDS = 30.0
 DIGEST_STOP_SECONDS = 2.0
@@ -56,21 +62,22 @@ class Engine:
         grammar_tokenizer: Callable[[int], Any],
         report: Callable[[str], None],
         note: Callable[[str], None] = lambda _: None,
+        place: RankPlace | None = None,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`grammar_tokenizer` makes an llguidance tokenizer for a logits width; `report` takes lines for a person on
-        what went wrong, `note` on what is worth knowing."""
+        what went wrong, `note` on what is worth knowing. With a `place` the model is computed by several ranks;
+        `on_lost` is told, once and on any thread, why they do not any more ("": rank 0 has stopped)."""
         self._folder = folder
         self._settings = settings
         self._grammar_tokenizer = grammar_tokenizer
         self._report = report
-        self._inbox: queue.SimpleQueue[Row | EngineCall | None] = queue.SimpleQueue()
-        self._num_open = 0
-        self._lock = threading.Lock()
+        self._inbox = Inbox()
+        self._on_lost = on_lost
         self._loaded = threading.Event()
         self._stopping = threading.Event()
         self._is_flushing = threading.Event()
         self._flush = NOTHING_TO_FLUSH
-        self._is_closed = False
         self._load_error: ModelLoadError | None = None
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
@@ -79,7 +86,15 @@ class Engine:
         memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
         self.digest = ModelDigest(folder, memory, report, note)
         self._start = EngineStart(
-            folder, settings, self.digest, send_tokens=self._dispatcher.send, put=self._put, report=report, note=note
+            folder,
+            settings,
+            self.digest,
+            send_tokens=self._dispatcher.send,
+            put=self._inbox.put,
+            report=report,
+            note=note,
+            place=place,
+            lost=self.lose,
         )
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
@@ -96,7 +111,7 @@ class Engine:
         if self._load_error is not None:
             raise self._load_error
         if self._stopping.is_set():
-            raise NotReady("The server is shutting down.", retry_after_seconds=10)
+            raise self._inbox.refusal()
         if self._model is None:
             raise NotReady("The model is still loading.", retry_after_seconds=5)
         return self._model
@@ -109,7 +124,7 @@ class Engine:
         num_decoding = scheduler.num_decoding if scheduler else 0
         return EngineStatus(
             state=self._state(),
-            num_waiting=max(0, self._num_open - num_prefilling - num_decoding),
+            num_waiting=max(0, self._inbox.num_open - num_prefilling - num_decoding),
             num_prefilling=num_prefilling,
             num_decoding=num_decoding,
             active_memory_bytes=mx.get_active_memory(),
@@ -136,43 +151,32 @@ class Engine:
         EngineFailure for a grammar that cannot be used.
         """
         model = self.wait_until_ready(0)
-        self._check(request, model)
-        request = self._within_memory(request, model)
+        budget = self._settings.budget(model)
+        check(request, model, budget)
+        request = within_memory(request, budget, self._start.ledger)
         if model.draft is not None and request.drafter is not None:
             request = replace(request, drafter=ComposedDrafter(request.drafter))
-        constraints = self._constraints(request, model)
+        constraints = constraints_of(request, partial(self._grammar_tokenizer, model.vocab_size))
         logprobs = LogprobReader(request.num_top_logprobs) if request.num_top_logprobs is not None else None
-        with self._lock:
-            if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
-                raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
-            self._num_open += 1
+        self._inbox.let_in(self._settings.max_concurrent_requests + self._settings.max_queued_requests)
         handle = RequestHandle(request, self._dispatcher.dispatch)
+        ended = partial(self._inbox.ended, handle)
         try:
-            self._put(Row(handle, self._row_ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs))
-        except NotReady:
-            self._row_ended()
+            self._inbox.put(Row(handle, ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs))
+        except (NotReady, RankLost):
+            ended()
             raise
         return handle
-
-    def _constraints(
-        self, request: GenerationRequest, model: LoadedModel
-    ) -> tuple[GrammarProcessor | ThinkingLimiter, ...]:
-        """The processors that keep a row in its form. The limit comes last: it forces nothing that the grammar
-        forbids."""
-        constraints: list[GrammarProcessor | ThinkingLimiter] = []
-        if request.grammar is not None:
-            tokenizer = self._grammar_tokenizer(model.vocab_size)
-            constraints.append(GrammarProcessor(request.grammar, tokenizer, len(request.prompt)))
-        if request.thinking_limit is not None:
-            constraints.append(ThinkingLimiter(request.thinking_limit, len(request.prompt)))
-        return tuple(constraints)
 
     def warm(self, job: WarmJob) -> Warming:
         """Have this prefix's KV computed while the engine is idle; neither waits nor raises."""
         warming = Warming(job)
+        if not self._start.ranks.is_alone:
+            warming.drop("nothing is computed ahead over several ranks")
+            return warming
         try:
             self.wait_until_ready(0)
-            self._put(lambda scheduler: scheduler.upkeep.warm(warming) if scheduler else warming.drop("shutdown"))
+            self._inbox.put(lambda scheduler: scheduler.upkeep.warm(warming) if scheduler else warming.drop("shutdown"))
         except (NotReady, ModelLoadError):
             warming.drop("not ready")
         return warming
@@ -187,22 +191,20 @@ class Engine:
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
         """Forget what serves only this conversation and these owners, on disk too. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.upkeep.discard(tokens, is_owner))
+        self._ask(lambda scheduler: forget_everywhere.discard(scheduler, self._start.ranks, tokens, is_owner))
 
     def clear_cache(self) -> None:
         """Forget everything that is kept, on disk too; running rows continue. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.upkeep.clear())
+        self._ask(lambda scheduler: forget_everywhere.clear(scheduler, self._start.ranks))
 
     def forget(self, owners: Callable[[str], bool]) -> ForgottenKv:
         """Forget what only the requests of these owners used, in RAM and on disk; it waits for the disk, and where that
         is about models that are not loaded the engine does not. Raises NotReady."""
-        gone, cache = self._ask(lambda scheduler: (scheduler.forget(owners), scheduler.cache))
+        forget = forget_everywhere.forget
+        gone, cache = self._ask(lambda scheduler: (forget(scheduler, self._start.ranks, owners), scheduler.cache))
         others = cache.forget_of_others(owners)
-        return replace(
-            gone,
-            num_disk_bytes=gone.num_disk_bytes + others.num_bytes,
-            is_done=gone.is_done and others.is_done,
-        )
+        num_bytes, is_done = gone.num_disk_bytes + others.num_bytes, gone.is_done and others.is_done
+        return replace(gone, num_disk_bytes=num_bytes, is_done=is_done)
 
     def image_report(self) -> ImageReport | None:
         """What the vision tower has done; None for a model that takes no images. Raises NotReady."""
@@ -216,25 +218,21 @@ class Engine:
 
         def call(scheduler: Scheduler | None) -> None:
             if scheduler is None:
-                answer.set_exception(NotReady("The server is shutting down.", retry_after_seconds=10))
+                answer.set_exception(self._inbox.refusal())
                 return
             try:
                 answer.set_result(question(scheduler))
+            except RanksLost as lost:
+                answer.set_exception(RankLost(str(lost)))
+                raise
             except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the rows
                 answer.set_exception(error)
 
-        self._put(call)
+        self._inbox.put(call)
         try:
             return answer.result(CALL_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise NotReady("The engine is busy.", retry_after_seconds=5) from error
-
-    def _put(self, item: "Row | EngineCall") -> None:
-        """Put an item into the inbox, unless the engine thread has emptied it for the last time."""
-        with self._lock:
-            if self._is_closed:
-                raise NotReady("The server is shutting down.", retry_after_seconds=10)
-            self._inbox.put(item)
 
     def stop(self, timeout_seconds: float = 4.0, tell: Callable[[int, int], None] = lambda _done, _all: None) -> None:
         """End every row with reason `shutdown`, free the model and join the thread. Idempotent.
@@ -244,7 +242,7 @@ class Engine:
         """
         self._stopping.set()
         self._start.stop_reading()
-        self._inbox.put(None)
+        self._inbox.wake()
         if self._thread.ident is None:
             return
         self._thread.join(timeout_seconds)
@@ -276,50 +274,51 @@ class Engine:
             return "stopped"
         return "ready" if self._model is not None else "loading"
 
-    def _check(self, request: GenerationRequest, model: LoadedModel) -> None:
-        num_prompt_tokens = len(request.prompt)
-        if num_prompt_tokens >= model.context_limit:
-            raise ContextOverflow(num_prompt_tokens, model.context_limit)
-        check_sampling(request.sampling, model.vocab_size)
-        self._settings.budget(model).check(num_prompt_tokens, request.max_tokens)
-
-    def _within_memory(self, request: GenerationRequest, model: LoadedModel) -> GenerationRequest:
-        """Shorten an answer that would outgrow the memory for running rows even alone."""
-        num_prompt_tokens, memory = len(request.prompt), self._start.ledger
-        most = self._settings.budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
-        if most >= request.max_tokens or most < 1:
-            return request
-        if memory is not None:
-            memory.press("running_rows", f"an answer ends after {most:,} tokens instead of {request.max_tokens:,}.")
-        return replace(request, max_tokens=most)
-
-    def _row_ended(self) -> None:
-        with self._lock:
-            self._num_open -= 1
+    def lose(self, reason: str) -> None:
+        """The ranks do not compute together any more: every request hears of it from this thread, as the engine's may
+        never come back from a pass. The first reason counts."""
+        if not self._inbox.lose(reason):
+            return
+        if self._model is None:
+            self._load_error = self._load_error or ModelLoadError(f"The ranks do not compute together: {reason}.")
+            self._loaded.set()
+        self._stopping.set()
+        self._inbox.wake()
+        self._on_lost(reason)
 
     # --- the engine thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             with mx.stream(generation_stream):
-                self._load()
-                while self._scheduler is not None and not self._stopping.is_set():
-                    self._serve(self._scheduler)
-                self._keep_on_disk()
-                self._end_all_rows()
-                if self._scheduler is not None:
-                    if self._scheduler.upkeep.close_disk(FLUSH_SECONDS):
-                        self._flush = NOTHING_TO_FLUSH
-                    self._scheduler.cache.clear()
-                    if self._scheduler.draft_model is not None:
-                        self._scheduler.draft_model.cache.clear()
-                self._model = self._scheduler = None
-                self._start.end()
+                try:
+                    self._load()
+                    while self._scheduler is not None and not self._stopping.is_set():
+                        self._serve(self._scheduler)
+                    self._start.ranks.tell("end")
+                    self._keep_on_disk()
+                except RanksLost as lost:
+                    self.lose(str(lost))
+                    self._is_flushing.set()
+                self._end()
         finally:
             self._loaded.set()
             self._dispatcher.stop()
             self._start.stop_reading(DIGEST_STOP_SECONDS)
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
+
+    def _end(self) -> None:
+        """Let go of rows, of the model and of what is kept, once that is on disk."""
+        self._end_all_rows()
+        if self._scheduler is not None:
+            if self._scheduler.upkeep.close_disk(FLUSH_SECONDS):
+                self._flush = NOTHING_TO_FLUSH
+            self._scheduler.cache.clear()
+            if self._scheduler.draft_model is not None:
+                self._scheduler.draft_model.cache.clear()
+        self._model = self._scheduler = None
+        self._start.ranks.close()
+        self._start.end()
 
     def _load(self) -> None:
         try:
@@ -330,6 +329,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - callers that wait for the model must hear of it, whatever it was
             self._load_error = ModelLoadError(f"The model in {self._folder} could not be loaded: {described(error)}")
             return
+        self._settings = self._start.settings
         self._scheduler, self._model = scheduler, model
         self._loaded.set()
 
@@ -347,11 +347,17 @@ class Engine:
         """The loop. A defect that no row can be blamed for ends all rows; the model stays loaded."""
         trouble = "The engine failed and starts again with the model loaded"
         with engine_outlives(self._report, trouble, partial(self._begin_anew, scheduler)):
+            if isinstance(ranks := self._start.ranks, FollowingRanks):
+                follow(scheduler, ranks, "end", self._inbox.take_calls, self._settings.idle_sweep_seconds)
+                self._stopping.set()
+                self._on_lost("")
             while not self._stopping.is_set():
                 self._take_submitted(scheduler)
                 scheduler.tick()
 
     def _begin_anew(self, scheduler: Scheduler, reason: str) -> None:
+        if not self._start.ranks.is_alone:  # the others have not failed, and go on
+            raise RanksLost(f"the engine failed on {self._start.ranks.place}: {reason}")
         for row in scheduler.drain():
             row.fail(EngineFailure(f"The engine failed on this request: {reason}"))
         mx.clear_cache()
@@ -384,15 +390,10 @@ class Engine:
 
     def _end_all_rows(self) -> None:
         rows = self._scheduler.drain(is_last=True) if self._scheduler else []
-        with self._lock:
-            self._is_closed = True
-        try:
-            while True:
-                item = self._inbox.get_nowait()
-                if isinstance(item, Row):
-                    rows.append(item)
-                elif item is not None:
-                    item(None)
-        except queue.Empty:
-            for row in rows:
-                row.finish("shutdown")
+        for item in self._inbox.closed():
+            if isinstance(item, Row):
+                rows.append(item)
+            else:
+                item(None)
+        for row in rows:
+            row.finish("shutdown")

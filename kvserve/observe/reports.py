@@ -6,11 +6,12 @@ It turns values of the rooms into JSON objects and decides nothing. The names ar
 from dataclasses import asdict
 from typing import Any
 
+from kvserve.cache.remote_tier import RemoteStats
 from kvserve.core import JsonObject, TokenSequence
 from kvserve.engine.cache_records import CacheReport
-from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.memory import MemoryReport
 from kvserve.engine.model_digest import DigestStatus
+from kvserve.engine.pinned import DiskReport
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
 from kvserve.explain.difference import text_form
@@ -75,6 +76,7 @@ def cache_body(
         "disk_bytes": report.disk.stats.num_bytes if report.disk is not None else 0,
         "disk": _disk_body(report.disk) if report.disk is not None else None,
         "num_disk_faults": num_disk_faults(report),
+        "remote": _remote_body(report.disk.remote) if report.disk is not None and report.disk.remote else None,
     }
 
 
@@ -124,6 +126,40 @@ def _disk_body(disk: DiskReport) -> JsonObject:
         "num_errors": sum(stats.faults.values()),
         "errors": stats.faults,
     }
+
+
+def _remote_body(remote: RemoteStats) -> JsonObject:
+    """The cache that several servers share: what it gave and took, how fast it is, and every fault by kind."""
+    fetched, sent = remote.fetched, remote.sent
+    look = fetched.look_seconds
+    return {
+        "place": remote.place,
+        "state": remote.state,
+        "num_looks": fetched.num_looks,
+        "num_found": fetched.num_found,
+        "num_hits": fetched.num_hits,
+        "num_restored_tokens": fetched.num_restored_tokens,
+        "num_declined": fetched.num_declined,
+        "num_given_up": fetched.num_given_up,
+        "longest_wait_seconds": round(fetched.longest_wait_seconds, 3),
+        "look_ms": round(1000 * look, 1) if look is not None else None,
+        "num_read": fetched.num_read,
+        "num_read_bytes": fetched.num_read_bytes,
+        "num_written": sent.num_written,
+        "num_written_bytes": sent.num_written_bytes,
+        "num_not_worth": sent.num_not_worth,
+        "num_queued": remote.num_queued,
+        "num_dropped": remote.num_dropped,
+        "read_bytes_per_second": _whole(remote.read_bytes_per_second),
+        "write_bytes_per_second": _whole(remote.write_bytes_per_second),
+        "break_even_bytes_per_second": _whole(remote.break_even_bytes_per_second),
+        "num_errors": sum(remote.faults.values()),
+        "errors": remote.faults,
+    }
+
+
+def _whole(rate: float | None) -> int | None:
+    return round(rate) if rate is not None else None
 
 
 def disk_line(disk: DiskReport | None, digest: DigestStatus) -> str:

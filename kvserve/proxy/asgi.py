@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvserve.core import JsonObject
-from kvserve.errors import BodyTooLarge, RequestError, RequestTimeout
+from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
 from kvserve.protocols.error_bodies import encode_anthropic_error, encode_openai_error
 from kvserve.protocols.fields import children, decode_body, refuse_equal_keys
 from kvserve.proxy.access import HeaderLines, Headers
@@ -41,12 +41,6 @@ def read_headers(scope: Scope) -> dict[str, list[str]]:
 def at_path(scope: Scope, path: str) -> Scope:
     """The request as if sent to this decoded path."""
     return {**scope, "path": path, "raw_path": quote(path, safe=_PLAIN_IN_PATHS).encode("ascii")}
-
-
-async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> JsonObject | None:
-    """The request's JSON object, None if the client left. Raises BodyTooLarge, RequestTimeout, BadRequest."""
-    raw = await read_body(receive, max_bytes, headers)
-    return None if raw is None else parse_json_object(raw)
 
 
 async def read_body(receive: Receive, max_bytes: int, headers: Headers) -> bytes | None:
@@ -84,6 +78,21 @@ def parse_json_object(raw: bytes) -> JsonObject:
                     refuse_equal_keys(each[name], name)
         level = [child for each in level for child in children(each)]
     return body
+
+
+def readable(body: JsonObject | bytes | None) -> JsonObject:
+    """The JSON object in it as far as there is one: for what is decided beside the backend, which judges the body."""
+    if not isinstance(body, bytes):
+        return body or {}
+    try:
+        return decode_body(body)
+    except BadRequest:
+        return {}
+
+
+def own_scope(scope: Scope) -> Scope:
+    """The scope for one of several applications that answer it in turn: each writes into its scope."""
+    return {**scope, "state": {**scope.get("state", {})}}
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

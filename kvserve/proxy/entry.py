@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 
@@ -22,6 +22,8 @@ import uvicorn
 
 from kvserve.errors import NotReady
 from kvserve.proxy.asgi import App, HeaderList, Receive, Scope, Send, causes
+from kvserve.proxy.backend_health import PlainAnswer
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.guard import Guard, GuardRules
 
 _DRAIN_SECONDS = 1
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     rules = GuardRules.from_json(json.loads(Path(options.guard).read_text(encoding="utf-8")))
     litellm_app = imported_app()
     uvicorn.run(
-        WordlessLog(Guard(litellm_app, Backend(rules.backend_url), rules)),
+        WordlessLog(Guard(litellm_app, Backend(), rules)),
         host=options.host,
         port=options.port,
         log_level="error",
@@ -88,16 +90,50 @@ class Backend:
     """Passes requests to kvserve's own port and streams the answers back. Each request has its own connection: on one
     machine that costs little, and no kept connection can turn out to be closed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)  # an answer takes as long as it takes
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-        self._url = url
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def of(self, backend: BackendAddress) -> App:
+        """The application that passes requests to this backend."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._pass(backend.base, scope, receive, send)
+
+        return app
+
+    async def ask(
+        self,
+        backend: BackendAddress,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        seconds: float | None,
+        body: bytes,
+    ) -> PlainAnswer:
+        """Asks this backend on the proxy's own behalf. Raises httpx.HTTPError."""
+        own = {**headers, "connection": "close"}
+        if backend.api_key is not None:
+            own["authorization"] = f"Bearer {backend.api_key}"
+        request = httpx.Request(
+            method,
+            backend.base,
+            headers=own,
+            content=body,
+            extensions={"target": target.encode("latin-1"), "timeout": httpx.Timeout(seconds).as_dict()},
+        )
+        response = await self._client.send(request)
+        return PlainAnswer(response.status_code, dict(response.headers), response.content)
+
+    async def close(self) -> None:
+        """Give back what connections need."""
+        await self._client.aclose()
+
+    async def _pass(self, url: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request whose body comes in one piece. Raises NotReady if kvserve gives no answer, and httpx's own
         error if the answer breaks off, which breaks off the client's connection, too."""
-        request = self._request(scope, (await receive()).get("body", b""))
+        request = self._request(url, scope, (await receive()).get("body", b""))
         try:
             response = await self._client.send(request, stream=True)
         except httpx.TransportError as error:
@@ -112,14 +148,14 @@ class Backend:
         finally:
             await response.aclose()
 
-    def _request(self, scope: Scope, body: bytes) -> httpx.Request:
+    def _request(self, url: str, scope: Scope, body: bytes) -> httpx.Request:
         query = scope.get("query_string", b"")
         target = scope["raw_path"] + (b"?" + query if query else b"")
         headers: HeaderList = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_A_CONNECTION | {b"host"}]
         # As a URL the path would be normalised and could differ from the one that the guard checked.
         return httpx.Request(
             scope["method"],
-            self._url,
+            url,
             headers=[*headers, (b"connection", b"close")],
             content=body,
             extensions={"target": target},

@@ -3,7 +3,8 @@ object. The client's own body travels beside it and replaces it when the request
 through endpoints and no protocol."""
 
 import asyncio
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ from dataclasses import dataclass
 from kvserve.core import JsonObject
 from kvserve.errors import BadRequest
 from kvserve.proxy.asgi import App, HeaderList, Message, Receive, Scope, Send, at_path
+from kvserve.proxy.backends import BackendAddress
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # LiteLLM's own routes on most native paths rewrite bodies and ids. It has none on this path, which the guard blocks for
 # clients.
 _PLACE = "/as-it-is"
 _LONGEST_ANSWER_SECONDS = 86_400.0
+NO_BACKEND_KEY = "none"
+"""Sent where a backend asks for no key, so that no key of the proxy's goes there."""
 # LiteLLM sends the bytes under this name in a request's state instead of the body that it read.
 _RAW_BODY = "litellm_pass_through_raw_body"
 # With `stream` in the body LiteLLM would answer before the backend does and keep waiting after the client has left;
@@ -75,28 +79,50 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+def api_base(backend: BackendAddress) -> str:
+    """Where LiteLLM sends a chat for this backend; by it the hook tells its deployments apart."""
+    return f"{backend.base}/v1"
+
+
 # --- other requests --------------------------------------------------------------------------------------------------
 
 
-def pass_through_endpoint(backend_url: str) -> dict[str, object]:
-    """The one entry of `general_settings.pass_through_endpoints`; the guard checks the key."""
+def pass_through_endpoint(backend: BackendAddress) -> dict[str, object]:
+    """A backend's entry of `general_settings.pass_through_endpoints`; the guard checks the key."""
     return {
-        "path": _PLACE,
-        "target": backend_url.rstrip("/"),
+        "path": _place(backend),
+        "target": backend.base,
         "include_subpath": True,
         "forward_headers": True,
         "auth": False,
-        "headers": {},
+        "headers": {"authorization": f"Bearer {backend.api_key or NO_BACKEND_KEY}"},
         "timeout": _LONGEST_ANSWER_SECONDS,
     }
 
 
-def native_scope(scope: Scope, headers: HeaderList, raw: bytes, api_key: str | None) -> Scope:
-    """The request for LiteLLM's endpoint; the backend gets `headers` and the body `raw`."""
-    key = [(b"authorization", f"Bearer {api_key}".encode())] if api_key is not None else []
-    kept = [pair for pair in headers if not (key and pair[0].lower() in (b"authorization", b"x-api-key"))]
+def _place(backend: BackendAddress) -> str:
+    # LiteLLM compares whole segments, and not every name is one.
+    return f"{_PLACE}/{hashlib.sha256(backend.name.encode('utf-8')).hexdigest()[:16]}"
+
+
+def native_scope(scope: Scope, headers: HeaderList, raw: bytes, backend: BackendAddress, api_key: str | None) -> Scope:
+    """The request for the backend's endpoint in LiteLLM, which asks for `api_key`; the backend gets `headers` with its
+    own key, and `raw`."""
     state = {**scope.get("state", {}), _RAW_BODY: raw}
-    return {**at_path(scope, f"{_PLACE}{scope['path']}"), "headers": [*kept, *key], "state": state}
+    placed = at_path(scope, f"{_place(backend)}{scope['path']}")
+    return {**placed, "headers": with_key(headers, api_key), "state": state}
+
+
+def with_key(headers: HeaderList, api_key: str | None) -> HeaderList:
+    """The headers with this key instead of the client's; as they are where none is asked for."""
+    if api_key is None:
+        return headers
+    return [*without_keys(headers), (b"authorization", f"Bearer {api_key}".encode())]
+
+
+def without_keys(headers: Iterable[tuple[bytes, bytes]]) -> HeaderList:
+    """The headers without any key."""
+    return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 
 async def run_while_wanted(app: App, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from kvserve.proxy.envelope import pass_through_endpoint
+from kvserve.proxy.backends import BackendAddress
+from kvserve.proxy.envelope import api_base, pass_through_endpoint
 from kvserve.proxy.guard import GuardRules
 
 
@@ -18,15 +19,16 @@ class ProxySettings:
 
     `listed_model_id` is what the proxy lists; the backend sees it without the `openai/` that LiteLLM users put before
     the name. `backend_model_id` is what the backend itself lists that model as.
-    With `api_key` every request needs that key and the backend gets it too; without, any key or none will do.
+    With `api_key` every request needs that key; without, any key or none will do. A backend gets its own.
     By `secret` the backend knows that it is the proxy who says whose key a request came with.
     With `api_keys_file` the holders that this file names may call too; LiteLLM gets `api_key` whoever calls.
     A stream that is silent for `keep_alive_seconds` (at least 1) gets a comment.
+    With `watches_backends` each backend is asked how it is; where more than `max_waiting` requests wait it is busy.
     `allowed_origins` and `allowed_hosts` extend loopback exactly as they do on the backend's own port.
     """
 
     port: int
-    backend_url: str
+    backends: tuple[BackendAddress, ...]
     listed_model_id: str
     backend_model_id: str
     state_dir: Path
@@ -36,6 +38,8 @@ class ProxySettings:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
+    max_waiting: int = 8
+    watches_backends: bool = False
     max_log_bytes: int = 2**20
     keep_alive_seconds: float = 10.0
     startup_timeout_seconds: float = 120.0
@@ -119,14 +123,15 @@ _FIXED_VARIABLES = {
 }
 
 
-def deployment(public_name: str, backend_name: str, settings: ProxySettings) -> Json:
-    """One entry of LiteLLM's model list: requests for `public_name` go to the backend as `backend_name`."""
+def deployment(public_name: str, backend_name: str, backend: BackendAddress) -> Json:
+    """One entry of LiteLLM's model list: requests for `public_name` go to this backend as `backend_name`. Of those of
+    one name the hook leaves the backend that the guard chose."""
     return {
         "model_name": public_name,
         "litellm_params": {
             "model": f"{_DIALECT}/{backend_name}",
-            "api_base": f"{settings.backend_url.rstrip('/')}/v1",
-            "api_key": settings.api_key or _BACKEND_KEY_IF_NONE,
+            "api_base": api_base(backend),
+            "api_key": backend.api_key or _BACKEND_KEY_IF_NONE,
             "max_retries": 0,
         },
     }
@@ -143,14 +148,15 @@ def litellm_config(settings: ProxySettings) -> Json:
         "forward_client_headers_to_llm_api": True,
         "cancel_on_disconnect": True,
         "disable_model_info_refresh": True,
-        "pass_through_endpoints": [pass_through_endpoint(settings.backend_url)],
+        "pass_through_endpoints": [pass_through_endpoint(backend) for backend in settings.backends],
     }
     if settings.api_key is not None:
         general["master_key"] = settings.api_key
     return {
         "model_list": [
-            deployment(listed, listed.removeprefix("openai/"), settings),
-            deployment("*", "*", settings),
+            deployment(public, name, backend)
+            for public, name in ((listed, listed.removeprefix("openai/")), ("*", "*"))
+            for backend in settings.backends
         ],
         "general_settings": general,
         "litellm_settings": {

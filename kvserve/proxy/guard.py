@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from kvserve.core import KEY_HEADER, NO_KEY, key_digest
-from kvserve.errors import EngineFailure, Forbidden, RequestError
+from kvserve.core import BEGIN_HEADER, KEY_HEADER, NO_KEY, JsonObject, key_digest
+from kvserve.errors import Forbidden, RequestError
 from kvserve.proxy.access import AccessRules, Headers, check_access, preflight_headers, sharing_headers
+from kvserve.proxy.answer_filter import AnswerFilter
 from kvserve.proxy.asgi import (
     App,
     HeaderList,
@@ -28,17 +29,31 @@ from kvserve.proxy.asgi import (
     encoded,
     error_body,
     json_header,
+    own_scope,
+    parse_json_object,
     read_body,
     read_headers,
-    read_json_object,
+    readable,
     replay,
     retry_after,
     with_request_id,
 )
-from kvserve.proxy.envelope import CURRENT_EXCHANGE, EMPTY_BODY, ProxyExchange, native_scope, run_while_wanted
+from kvserve.proxy.attempts import Attempt, Serve, try_in_turn
+from kvserve.proxy.backend_health import Ask, Fleet, look, watch
+from kvserve.proxy.backends import BackendAddress
+from kvserve.proxy.envelope import (
+    CURRENT_EXCHANGE,
+    EMPTY_BODY,
+    ProxyExchange,
+    native_scope,
+    run_while_wanted,
+    with_key,
+    without_keys,
+)
 from kvserve.proxy.keys_file import KeyHolder, KeysFile, headers_of_holder
 from kvserve.proxy.paths import Envelope, ProxyRoute, find_route, versioned
 from kvserve.proxy.request_limits import RequestLimits
+from kvserve.proxy.routing import Routing
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
 _MODEL_PLACE = "/v1/models/"
@@ -48,18 +63,21 @@ _MODEL_PLACE = "/v1/models/"
 class GuardRules:
     """The guard's rules, passed to the child process as JSON. `secret` proves the guard's statements to the backend.
     LiteLLM lists `listed_model_id`; `backend_model_id` is the same model's name on the backend's own port. With
-    `api_keys_file` the holders that it names may speak beside who has `api_key`."""
+    `api_keys_file` the holders that it names may speak beside who has `api_key`. With `watches_backends` every backend
+    is asked how it is; one where more than `max_waiting` requests wait is busy."""
 
     host: str
     listed_model_id: str
     backend_model_id: str = ""
-    backend_url: str = ""
+    backends: tuple[BackendAddress, ...] = ()
     api_key: str | None = None
     secret: str = ""
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
     api_keys_file: str | None = None
+    max_waiting: int = 8
+    watches_backends: bool = False
 
     @property
     def access(self) -> AccessRules:
@@ -70,7 +88,8 @@ class GuardRules:
     def from_json(cls, value: Mapping[str, Any]) -> "GuardRules":
         """The rules from their fields as JSON."""
         names = {name: tuple(value[name]) for name in ("allowed_origins", "allowed_hosts")}
-        return cls(**{**value, **names})
+        backends = tuple(BackendAddress(**each) for each in value["backends"])
+        return cls(**{**value, **names, "backends": backends})
 
 
 # In order of preference; LiteLLM routes a session by x-session-id.
@@ -81,10 +100,12 @@ _FORWARDED_HEADERS = frozenset({"user-agent", "traceparent", "tracestate", *_SES
 _WITHHELD_HEADERS = frozenset(
     {b"origin", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", KEY_HEADER.encode()}
 )
+# Less than the ten seconds after which LiteLLM, or kvserve itself, sends a sign of life: nobody waits longer for one.
+_BEGIN = (BEGIN_HEADER.encode(), b"9")
 
 # How names begin that only the guard gives: LiteLLM's endpoint puts what stands behind `x-pass-` in the place of the
-# guard's own headers, and obeys the others.
-_NO_CLIENTS_HEADERS = (KEY_HEADER.encode(), b"x-pass-", b"x-litellm-")
+# guard's own headers, and LiteLLM obeys the others.
+_NO_CLIENTS_HEADERS = (KEY_HEADER.encode(), BEGIN_HEADER.encode(), b"x-pass-", b"x-litellm-")
 
 _WARM_UP_SCOPE: Scope = {
     "type": "http",
@@ -101,16 +122,30 @@ _WARM_UP_SCOPE: Scope = {
 }
 
 
-class Guard:
-    """The child process's ASGI application: LiteLLM's, and the backend for requests that bypass LiteLLM."""
+class Backends(Protocol):
+    """The way to the servers past LiteLLM."""
 
-    def __init__(self, app: App, backend: App, rules: GuardRules) -> None:
+    @property
+    def ask(self) -> Ask:
+        """Asks one on the proxy's own behalf."""
+
+    def of(self, backend: BackendAddress) -> App:
+        """The application that passes requests to this one."""
+
+
+class Guard:
+    """The child process's ASGI application: LiteLLM's, and the backends for requests that bypass LiteLLM."""
+
+    def __init__(self, app: App, backends: Backends, rules: GuardRules) -> None:
         self._app = app
-        self._backend = backend
+        self._backends = backends
         self._rules = rules
         file = rules.api_keys_file
         self._keys = KeysFile(Path(file), rules.api_key, _say_to_log) if file is not None else None
         self._limits = RequestLimits()
+        self._fleet = Fleet(rules.backends, rules.max_waiting, is_watched=rules.watches_backends)
+        self._routing = Routing(self._fleet, backends.ask)
+        self._watching: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection scope."""
@@ -156,43 +191,92 @@ class Guard:
         kept = [pair for pair in sent if not pair[0].lower().startswith(_NO_CLIENTS_HEADERS)]
         return kept if holder is None else headers_of_holder(kept, holder, self._rules.api_key)
 
-    async def _pass_on(self, route: ProxyRoute, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
-        if route.way == "direct":
-            await self._pass_directly(scope, receive, send)
-        elif route.way == "as it is":
-            await self._pass_natively(scope, receive, send)
-        elif route.envelope is None:
+    async def _pass_on(self, route: ProxyRoute, scope: Scope, receive: Receive, send: AnswerFilter) -> None:
+        if route.way == "litellm" and route.envelope is None:
             await self._app({**scope, "headers": _without_origin(scope)}, receive, send)
-        else:
-            await self._pass_enveloped(route.envelope, scope, receive, send)
-
-    async def _pass_enveloped(self, envelope: Envelope, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
-        body = await read_json_object(receive, self._rules.max_body_bytes, read_headers(scope))
-        if body is None:
             return
+        raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
+        if raw is None:
+            return
+        told = told_key(read_headers(scope), self._rules.secret)[1].decode()
+        if self._routing.is_for_all(route, scope["method"]):
+            await run_while_wanted(self._together(route, told), scope, raw, receive, send)
+            return
+        # With one backend no body is read that LiteLLM need not read.
+        is_read = route.envelope is not None or (self._routing.has_several and route.needs_key)
+        body = parse_json_object(raw) if route.envelope is not None else readable(raw) if is_read else {}
+        order = await self._routing.order(route, scope, body, told)
+        serve = self._way_of(route, scope, raw, body, receive, send)
+
+        async def serve_named(attempt: Attempt, answer: Send) -> None:
+            if self._routing.has_several:
+                send.backend_name = attempt.backend.name
+            self._fleet.num_requests[attempt.backend.name] += 1
+            await serve(attempt, answer)
+
+        await try_in_turn(order, serve_named, send, self._fleet)
+
+    def _way_of(
+        self, route: ProxyRoute, scope: Scope, raw: bytes, body: JsonObject, receive: Receive, send: AnswerFilter
+    ) -> Serve:
+        if route.way == "direct":
+            return self._directly(route, scope, raw, receive)
+        if route.envelope is None:
+            return self._natively(scope, raw, receive)
+        return self._enveloped(route.envelope, body, scope, receive, send)
+
+    def _together(self, route: ProxyRoute, told: str) -> App:
+        """What all backends answer."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            raw = (await receive()).get("body", b"")
+            status, body, headers = await self._routing.answer_of_all(route, scope, raw, told)
+            await answer(send, status, b"" if scope["method"] == "HEAD" else body, headers)
+
+        return app
+
+    def _enveloped(
+        self, envelope: Envelope, body: JsonObject, scope: Scope, receive: Receive, outer: AnswerFilter
+    ) -> Serve:
+        """Through LiteLLM, which sees the envelope."""
         shown = json.dumps(envelope(body, self._rules.listed_model_id)).encode("utf-8")
-        inner = {**scope, "headers": inner_headers(scope, len(shown), self._rules.secret)}
-        send.exchange = ProxyExchange(body, forwarded_headers(read_headers(scope)))
-        CURRENT_EXCHANGE.set(send.exchange)
-        await self._app(inner, replay(shown, receive), send)
+        forwarded = forwarded_headers(read_headers(scope))
 
-    async def _pass_natively(self, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
-        raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
-        if raw is None:
-            return
-        inner = native_scope(scope, inner_headers(scope, len(EMPTY_BODY), self._rules.secret), raw, self._rules.api_key)
-        await run_while_wanted(self._app, inner, EMPTY_BODY, receive, send)
+        async def serve(attempt: Attempt, send: Send) -> None:
+            attempt.exchange = outer.exchange = ProxyExchange(body, forwarded)
+            CURRENT_EXCHANGE.set(attempt.exchange)
+            inner = {**own_scope(scope), "headers": self._inner_headers(scope, len(shown), attempt)}
+            await run_while_wanted(self._app, inner, shown, receive, send)
 
-    async def _pass_directly(self, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
-        """Passes the client's own headers: if the guard asks for no key, the backend may."""
-        raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
-        if raw is None:
-            return
+        return serve
+
+    def _natively(self, scope: Scope, raw: bytes, receive: Receive) -> Serve:
+        """Through LiteLLM's pass-through endpoint, byte for byte."""
+
+        async def serve(attempt: Attempt, send: Send) -> None:
+            headers = self._inner_headers(scope, len(EMPTY_BODY), attempt)
+            inner = native_scope(own_scope(scope), headers, raw, attempt.backend, self._rules.api_key)
+            await run_while_wanted(self._app, inner, EMPTY_BODY, receive, send)
+
+        return serve
+
+    def _directly(self, route: ProxyRoute, scope: Scope, raw: bytes, receive: Receive) -> Serve:
+        """Past LiteLLM. No client's key goes further: the backend is told whose it is."""
         if scope["path"] == f"{_MODEL_PLACE}{self._rules.listed_model_id}":
             scope = at_path(scope, f"{_MODEL_PLACE}{self._rules.backend_model_id}")
         told = told_key(read_headers(scope), self._rules.secret)
-        kept = [pair for pair in _without_origin(scope) if pair[0].lower() != told[0]]
-        await run_while_wanted(self._backend, {**scope, "headers": [*kept, told]}, raw, receive, send)
+        nobodys = without_keys(pair for pair in _without_origin(scope) if pair[0].lower() != told[0])
+
+        async def serve(attempt: Attempt, send: Send) -> None:
+            own = with_key(nobodys, attempt.backend.api_key) if route.needs_key else nobodys
+            app = self._backends.of(attempt.backend)
+            await run_while_wanted(app, {**scope, "headers": [*own, told]}, raw, receive, send)
+
+        return serve
+
+    def _inner_headers(self, scope: Scope, num_body_bytes: int, attempt: Attempt) -> HeaderList:
+        headers = inner_headers(scope, num_body_bytes, self._rules.secret)
+        return headers if attempt.is_last else [*headers, _BEGIN]
 
     def _warm_before_ready(self, scope: Scope, send: Send) -> Send:
         """Delays "started" until one request has run: the first takes 600 ms longer than the others."""
@@ -200,9 +284,20 @@ class Guard:
         async def warming_send(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 await asyncio.create_task(self._warm_up(dict(scope.get("state", {}))))
+                await self._begin_watching()
+            if message["type"] == "lifespan.shutdown.complete" and self._watching is not None:
+                self._watching.cancel()
             await send(message)
 
         return warming_send
+
+    async def _begin_watching(self) -> None:
+        """Look at every backend once, and go on looking."""
+        if not self._rules.watches_backends:
+            return
+        ask, secret = self._backends.ask, self._rules.secret
+        await asyncio.gather(*(look(self._fleet, backend, ask, secret) for backend in self._fleet.backends))
+        self._watching = asyncio.create_task(watch(self._fleet, ask, secret))
 
     async def _warm_up(self, state: dict[str, object]) -> None:
         """Sends one chat request through LiteLLM to a refusing port, which is bound so that no other process takes
@@ -234,47 +329,6 @@ async def _say_nothing() -> Message:
 
 async def _discard(message: Message) -> None:
     return None
-
-
-class AnswerFilter:
-    """LiteLLM's `send`: it replaces LiteLLM's version of an error by the backend's own."""
-
-    def __init__(self, send: Send, origin: str | None) -> None:
-        self._send = send
-        self._origin = origin
-        self._is_replaced = False
-        self.exchange: ProxyExchange | None = None
-
-    async def __call__(self, message: Message) -> None:
-        """Passes on, or replaces, one ASGI message of the answer."""
-        if message["type"] == "http.response.start":
-            replaced = self._replacement(message)
-            if self.exchange is not None:
-                self.exchange.has_begun = True
-            if replaced is None:
-                message["headers"] = [*outer_headers(message["headers"]), *encoded(sharing_headers(self._origin))]
-            else:
-                self._is_replaced = True
-                await answer(self._send, *replaced)
-        if not self._is_replaced:
-            await self._send(message)
-
-    def _replacement(self, start: Message) -> tuple[int, bytes, HeaderList] | None:
-        status = int(start["status"])
-        if status < 400:
-            return None
-        sent = {name.lower(): value for name, value in start["headers"]}
-        kept = [*outer_headers(request_id_of(sent)), *encoded(sharing_headers(self._origin))]
-        upstream = self.exchange.upstream_error if self.exchange is not None else None
-        if upstream is not None:
-            extra = [(b"content-type", upstream.content_type.encode("latin-1")), *kept]
-            if upstream.retry_after is not None:
-                extra.append((b"retry-after", upstream.retry_after.encode("latin-1")))
-            return upstream.status, upstream.body, extra
-        if b"json" in sent.get(b"content-type", b""):
-            return None
-        failure = EngineFailure("LiteLLM failed on this request; its log in the state folder says more.")
-        return status, error_body(failure), [*json_header(), *kept]
 
 
 def inner_headers(scope: Scope, num_body_bytes: int, secret: str) -> HeaderList:
@@ -311,17 +365,3 @@ def forwarded_headers(headers: Headers) -> dict[str, str]:
         for name, values in headers.items()
         if name in _FORWARDED_HEADERS
     }
-
-
-def request_id_of(headers: Mapping[bytes, bytes]) -> HeaderList:
-    """The backend's request id, if it set one: the only valid header of LiteLLM's error answers."""
-    name = b"llm_provider-x-request-id"
-    return [(name, headers[name])] if name in headers else []
-
-
-def outer_headers(headers: HeaderList) -> HeaderList:
-    """The answer's headers, with the backend's request id also under its own name."""
-    for name, value in headers:
-        if name.lower() == b"llm_provider-x-request-id":
-            return [*(pair for pair in headers if pair[0].lower() != b"x-request-id"), (b"x-request-id", value)]
-    return list(headers)

@@ -4,13 +4,15 @@ knows LiteLLM's call arguments, no HTTP.
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import httpx
 from fastapi import HTTPException
 from litellm.integrations.custom_logger import CustomLogger
 
 from kvserve.proxy.asgi import causes
-from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
+from kvserve.proxy.attempts import CURRENT_ATTEMPT
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange, UpstreamError, api_base
 
 # LiteLLM chooses the backend's name for the model.
 _LITELLM_DECIDES = frozenset({"model"})
@@ -38,6 +40,21 @@ class RawBodyHook(CustomLogger):
         data["headers"] = {**(sent if isinstance(sent, dict) else {}), **exchange.headers}
         return data
 
+    async def async_filter_deployments(
+        self,
+        model: str,
+        healthy_deployments: list[dict[str, Any]],
+        messages: object,
+        request_kwargs: object = None,
+        parent_otel_span: object = None,
+    ) -> list[dict[str, Any]]:
+        """Leaves the backend that the guard chose; before the first request there is no choice."""
+        attempt = CURRENT_ATTEMPT.get()
+        if attempt is None:
+            return healthy_deployments
+        base = api_base(attempt.backend)
+        return [each for each in healthy_deployments if each["litellm_params"].get("api_base") == base]
+
     async def async_post_call_failure_hook(
         self,
         request_data: object,
@@ -46,7 +63,10 @@ class RawBodyHook(CustomLogger):
         traceback_str: str | None = None,
     ) -> HTTPException | None:
         """Keeps the backend's error for the guard: LiteLLM changes its text and sometimes its status. If LiteLLM's
-        comments have begun a stream already, LiteLLM writes the returned error, or no reason without one."""
+        comments have begun a stream already, LiteLLM writes the returned error, or no reason without one. It says too
+        whether the backend answered at all; requests that are passed on as they are come here as well."""
+        if (attempt := CURRENT_ATTEMPT.get()) is not None:
+            attempt.is_unreached = any(isinstance(cause, httpx.RequestError) for cause in causes(original_exception))
         exchange = CURRENT_EXCHANGE.get()
         if exchange is None:
             return None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from kvserve.errors import StartupError
 from kvserve.proxy.generate import ProxySettings, child_command, child_environment, write_files
 from kvserve.proxy.ownership import claim_port, is_port_free, record_child
+from kvserve.settings.ports import local_host
 
 type ProxyStatus = Literal["starting", "ready", "restarting", "stopped"]
 
@@ -245,7 +246,9 @@ class LitellmProxy:
 
     def _answers(self) -> bool:
         """Whether the readiness URL answers 200; LiteLLM's /health would run a generation."""
-        connection = http.client.HTTPConnection(self._settings.host, self._settings.port, timeout=_PROBE_SECONDS)
+        connection = http.client.HTTPConnection(
+            local_host(self._settings.host), self._settings.port, timeout=_PROBE_SECONDS
+        )
         try:
             connection.request("GET", "/health/readiness")
             return connection.getresponse().status == http.HTTPStatus.OK

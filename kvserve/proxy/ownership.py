@@ -85,9 +85,9 @@ def claim_port(settings: ProxySettings) -> int | None:
     return stale.pid if stale is not None else None
 
 
-def refuse_foreign_holder(port: int, files: ProxyFiles) -> None:
+def refuse_foreign_holder(host: str, port: int, files: ProxyFiles) -> None:
     """Raises PortTaken as `claim_port` would, long before a proxy is started; ends no process."""
-    if find_stale_proxy(files) is None and not is_port_free("127.0.0.1", port):
+    if find_stale_proxy(files) is None and not is_port_free(host, port):
         raise proxy_port_taken(port)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+from urllib.parse import unquote
 
 from kvserve.errors import MethodNotAllowed, NotFound
 from kvserve.proxy.envelope import chat_envelope
@@ -12,11 +13,17 @@ type Way = Literal["litellm", "as it is", "direct"]
 """Who answers: LiteLLM; kvserve through LiteLLM's pass-through endpoint, byte for byte; or kvserve alone."""
 
 
+type Goal = Literal["conversation", "kept", "any", "all", "one"]
+"""Which of several backends: the one of the conversation; the one that keeps what the path names; any that is ready;
+all of them; or the one that a path below /backends/ names, since each has its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProxyRoute:
-    """A path that the proxy serves. `envelope` makes the body that LiteLLM sees of a JSON object. `find_route` sets
-    `path` to the request's path with its `/v1`. Where holders have keys, `for_operator` is refused to all others, and
-    POST requests count in their limits where `is_limited`."""
+    """A path that the proxy serves. `envelope` makes the body that LiteLLM sees of a JSON object; of several backends
+    `goal` says which it goes to. `find_route` sets `path` to the request's path with its `/v1`, and `backend` to the
+    one that a path below /backends/ names. Where holders have keys, `for_operator` is refused to all others, and POST
+    requests count in their limits where `is_limited`."""
 
     methods: tuple[str, ...]
     way: Way
@@ -24,7 +31,9 @@ class ProxyRoute:
     needs_key: bool = True
     for_operator: bool = False
     is_limited: bool = True
+    goal: Goal = "any"
     path: str = ""
+    backend: str | None = None
 
     def counts(self, method: str) -> bool:
         """Whether a request of this method counts in its holder's limits: to read and to delete is free."""
@@ -37,31 +46,32 @@ _GET = ("GET", "HEAD")
 # its /health runs a generation per call. kvserve's own reports bypass LiteLLM, which keeps all of a stream in memory:
 # the dashboard's stream never ends.
 ROUTES: Mapping[str, ProxyRoute] = {
-    "/v1/chat/completions": ProxyRoute(("POST",), "litellm", chat_envelope),
+    "/v1/chat/completions": ProxyRoute(("POST",), "litellm", chat_envelope, goal="conversation"),
     "/v1/models": ProxyRoute(("GET",), "litellm"),
     "/health/readiness": ProxyRoute(("GET",), "litellm", needs_key=False),
     "/health/liveliness": ProxyRoute(("GET",), "litellm", needs_key=False),
-    "/v1/completions": ProxyRoute(("POST",), "as it is"),
-    "/v1/messages": ProxyRoute(("POST",), "as it is"),
-    "/v1/messages/count_tokens": ProxyRoute(("POST",), "as it is", is_limited=False),
-    "/v1/responses": ProxyRoute(("POST",), "as it is"),
-    "/v1/responses/*": ProxyRoute(("GET", "DELETE"), "as it is"),
-    "/v1/agents": ProxyRoute(("GET", "POST"), "as it is"),
-    "/v1/agents/*": ProxyRoute(("GET", "POST", "DELETE"), "as it is"),
+    "/v1/completions": ProxyRoute(("POST",), "as it is", goal="conversation"),
+    "/v1/messages": ProxyRoute(("POST",), "as it is", goal="conversation"),
+    "/v1/messages/count_tokens": ProxyRoute(("POST",), "as it is", is_limited=False, goal="conversation"),
+    "/v1/responses": ProxyRoute(("POST",), "as it is", goal="conversation"),
+    "/v1/responses/*": ProxyRoute(("GET", "DELETE"), "as it is", goal="kept"),
+    "/v1/agents": ProxyRoute(("GET", "POST"), "as it is", goal="all"),
+    "/v1/agents/*": ProxyRoute(("GET", "POST", "DELETE"), "as it is", goal="kept"),
     "/v1/models/*": ProxyRoute(_GET, "direct"),
-    "/v1/models/load": ProxyRoute(("POST",), "direct", for_operator=True, is_limited=False),
-    "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct", for_operator=True),
-    "/v1/cache/explain": ProxyRoute(_GET, "direct"),
-    "/v1/cache/explain/*": ProxyRoute(_GET, "direct"),
-    "/v1/cache/prewarm": ProxyRoute(("POST",), "direct"),
-    "/metrics": ProxyRoute(_GET, "direct", for_operator=True),
-    "/health": ProxyRoute(_GET, "direct", needs_key=False),
-    "/": ProxyRoute(_GET, "direct", needs_key=False),
-    "/dashboard": ProxyRoute(_GET, "direct", needs_key=False),
-    "/dashboard/events": ProxyRoute(_GET, "direct", for_operator=True),
-    "/dashboard/clients": ProxyRoute(_GET, "direct"),
-    "/dashboard/sessions/*": ProxyRoute(_GET, "direct", for_operator=True),
-    "/dashboard/*": ProxyRoute(_GET, "direct", needs_key=False),
+    "/v1/models/load": ProxyRoute(("POST",), "direct", for_operator=True, is_limited=False, goal="all"),
+    "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct", for_operator=True, goal="all"),
+    "/v1/cache/explain": ProxyRoute(_GET, "direct", goal="one"),
+    "/v1/cache/explain/*": ProxyRoute(_GET, "direct", goal="kept"),
+    "/v1/cache/prewarm": ProxyRoute(("POST",), "direct", goal="all"),
+    "/v1/drain": ProxyRoute(("POST",), "direct", for_operator=True, is_limited=False, goal="one"),
+    "/metrics": ProxyRoute(_GET, "direct", for_operator=True, goal="all"),
+    "/health": ProxyRoute(_GET, "direct", needs_key=False, goal="all"),
+    "/": ProxyRoute(_GET, "direct", needs_key=False, goal="all"),
+    "/dashboard": ProxyRoute(_GET, "direct", needs_key=False, goal="all"),
+    "/dashboard/events": ProxyRoute(_GET, "direct", for_operator=True, goal="one"),
+    "/dashboard/clients": ProxyRoute(_GET, "direct", goal="one"),
+    "/dashboard/sessions/*": ProxyRoute(_GET, "direct", for_operator=True, goal="one"),
+    "/dashboard/*": ProxyRoute(_GET, "direct", needs_key=False, goal="one"),
 }
 """By path; a path that ends with `*` stands for all that begin with it."""
 
@@ -73,6 +83,17 @@ _ALL_ANTHROPIC_ROUTES = {**ROUTES, **ANTHROPIC_ROUTES}
 UNVERSIONED = ("/chat/completions", "/completions", "/models", "/messages", "/responses")
 """Paths that clients also request without `/v1`, and the paths below them: some base URLs end with the port."""
 
+_BELOW = "/backends/"
+
+
+def split_backend(path: str) -> tuple[str | None, str]:
+    """The backend that a path below /backends/ names, and the path there; None and the path itself for any other."""
+    if not path.startswith(_BELOW):
+        return None, path
+    name, slash, rest = path.removeprefix(_BELOW).partition("/")
+    return name, slash + rest
+
+
 # The beginnings of the paths of LiteLLM's key management.
 _KEY_MANAGEMENT = ("/key", "/user", "/team", "/organization", "/budget", "/customer", "/sso", "/spend")
 
@@ -82,17 +103,21 @@ _CLIMBING = frozenset({".", ".."})
 
 def find_route(method: str, path: str, headers: Container[str] = ()) -> ProxyRoute:
     """The route of a request with headers of these names. Raises NotFound or MethodNotAllowed."""
-    whole = versioned(path)
-    routes = _ALL_ANTHROPIC_ROUTES if ANTHROPIC_VERSION in headers else ROUTES
+    backend, inside = split_backend(path)
+    whole = versioned(inside)
+    is_past_litellm = backend is not None or ANTHROPIC_VERSION in headers
+    routes = _ALL_ANTHROPIC_ROUTES if is_past_litellm else ROUTES
     begins = [name[:-1] for name in routes if name.endswith("*")]
     begin = max((begin for begin in begins if whole.startswith(begin) and whole != begin), key=len, default="")
     route = routes.get(whole) or routes.get(f"{begin}*")
-    # LiteLLM's client tidies such a path up on its way, and another one than was judged would arrive.
-    if route is None or (route.way == "as it is" and not _CLIMBING.isdisjoint(whole.split("/"))):
+    # LiteLLM's client, or a proxy before a backend, tidies a path that climbs, and another one than was judged arrives.
+    climbs = not _CLIMBING.isdisjoint(unquote(whole).split("/"))
+    if route is None or climbs or (backend is not None and route.way != "direct"):
         raise NotFound(_why_not(path))
     if method not in route.methods:
         raise MethodNotAllowed(f"This path takes {' and '.join(route.methods)}.")
-    return replace(route, path=whole)
+    is_operators = route.for_operator or backend is not None
+    return replace(route, path=whole, backend=backend, for_operator=is_operators)
 
 
 def versioned(path: str) -> str:

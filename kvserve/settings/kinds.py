@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from kvserve.settings.backend_list import backends_in
+from kvserve.settings.redis_address import parse_address
+
 MAX_PORT = 65535
 MAX_NUMBER = sys.float_info.max
 
@@ -44,6 +47,11 @@ _WHOLE = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?\s*")
 _HOMELESS = "a path that begins with ~ needs a home folder that is known"
 _LABEL = "[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?"
 _HOST = re.compile(rf"(?:{_LABEL}\.)*(?!\d+(?::|$)){_LABEL}(?::[1-9]\d{{0,4}})?")
+
+_SECRET = re.compile("[!-~]{16,}")
+SECRETS = frozenset({"api_key", "backends", "proxy_secret", "remote_cache_url"})
+"""Settings whose values hold keys: no message quotes them."""
+NOT_SHOWN = "(not shown)"
 
 
 class Kind(NamedTuple):
@@ -141,6 +149,19 @@ def _aliases(value: object) -> tuple[str, ...]:
     return pairs
 
 
+def _backends(value: object) -> tuple[str, ...]:
+    texts = _names(value)
+    backends_in(texts)
+    return texts
+
+
+def _secret(value: object) -> object:
+    """None, or a text that can stand in a header's value before a blank."""
+    if value is not None and not (isinstance(value, str) and _SECRET.fullmatch(value)):
+        raise ValueError(value)
+    return value
+
+
 def _folders(value: object) -> tuple[str, ...]:
     return tuple(str(expanded(name)) for name in _names(value))
 
@@ -234,6 +255,18 @@ def _draft(value: object) -> object:
     return found
 
 
+def _redis_url(value: object) -> object:
+    """The URL of a Redis server, as it was written."""
+    if value is not None:
+        parse_address(str(value))
+    return value
+
+
+def shown(name: str, value: object) -> object:
+    """A value as it may be printed: one that may hold a password is not."""
+    return NOT_SHOWN if name in SECRETS else value
+
+
 def _words(choices: tuple[str, ...]) -> str:
     *others, last = map(repr, choices)
     return f"{', '.join(others)} or {last}"
@@ -262,6 +295,8 @@ DEFAULTS: Mapping[str, Any] = {
     "mlx_host": "127.0.0.1",
     "mlx_port": 8080,
     "proxy_port": 4000,
+    "proxy_host": "127.0.0.1",
+    "backends": (),
     "cache_rule_policies": (),
     "blas_library": "auto",
     "api_key": None,
@@ -283,6 +318,7 @@ KINDS: Mapping[str, Kind] = {
     "mlx_host": _TEXT,
     "mlx_port": _port(0),
     "proxy_port": _port(1),
+    "proxy_host": _TEXT,
     "proxy_startup_wait_seconds": _SECONDS,
     "max_kv_size": _POSITIVE,
     "kv_group_size": _choice(get_args(GroupSize), "32, 64 or 128", _int),
@@ -310,6 +346,7 @@ KINDS: Mapping[str, Kind] = {
     "disk_cache_max_bytes": _auto(_sized("200GB")),
     "disk_cache_min_free_bytes": _sized("2GB"),
     "disk_cache_ttl_hours": _number(0, float("inf"), is_above=True),
+    "remote_cache_url": Kind(_redis_url, "a URL such as redis://10.0.0.5:6379/0 or rediss://user:password@cache.lan"),
     "warm_next_turn": _SWITCH,
     "prewarm_prefixes": _whole(0, 64),
     "warm_max_tokens": _POSITIVE,
@@ -333,6 +370,9 @@ KINDS: Mapping[str, Kind] = {
     "speculation": Kind(_draft, f"auto, off or a whole number from 1 to {MAX_DRAFT_TOKENS}"),
     "speculation_exact": _SWITCH,
     "blas_library": Kind(_library, f"auto, off or a library file; {_HOMELESS}"),
+    "backends": Kind(_backends, "[NAME=]http[s]://[KEY@]HOST[:PORT] by comma, no name and no URL twice"),
+    "backend_max_waiting": _COUNT,
+    "proxy_secret": Kind(_secret, "at least 16 characters of ASCII without blanks"),
     "api_key": _ANY,
     "api_keys_file": _FILE,
     "allowed_origins": _NAMES,

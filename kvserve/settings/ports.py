@@ -74,11 +74,15 @@ def proxy_port_taken(port: int) -> PortTaken:
     )
 
 
+def local_host(host: str) -> str:
+    """Where one who listens on this address is asked from this machine: a wildcard is asked on loopback."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 def somebody_listens(host: str, port: int) -> bool:
-    """Whether a connection to (host, port) is accepted. A wildcard host is asked on loopback."""
-    target = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    """Whether a connection to (host, port) is accepted."""
     try:
-        with socket.create_connection((target, port), timeout=_PROBE_SECONDS) as probe:
+        with socket.create_connection((local_host(host), port), timeout=_PROBE_SECONDS) as probe:
             # A free port of the ephemeral range can, rarely, connect to itself.
             return bool(probe.getsockname() != probe.getpeername())
     except (OSError, ValueError):  # ValueError: a text that can be no name

@@ -22,14 +22,14 @@ from kvserve.errors import ModelLoadError, SettingError, StartupError
 from kvserve.settings.blas_files import refuse_absent_library
 from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.settings.flags import SETTING_OF_FLAG, DemoKind, FlagError, misspelt, misspelt_words, parse_flags
-from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
+from kvserve.settings.kinds import DEFAULTS, KINDS, NOT_SHOWN, expanded, shown
 from kvserve.settings.model_config import read_config
 from kvserve.settings.ports import error_of_binding, proxy_port_taken, refuse_unusable_address, somebody_listens
+from kvserve.settings.rank_variables import OFF_OVER_RANKS, rank_found
 from kvserve.settings.rule_policies import policies_in
 
 DEMO_NAMES: Mapping[DemoKind, str] = {"smollm2": "kvserve-demo-smollm2", "tiny": "kvserve-demo-qwen3"}
 """Under which a demo model is served; its folder's name begins so."""
-LOOPBACK = "127.0.0.1"
 
 _HUB_PART = r"(?!.*(?:--|\.\.))\w(?:[\w.-]{0,94}\w)?"
 _HUB_NAME = re.compile(rf"{_HUB_PART}/{_HUB_PART}(?<!\.git)", re.ASCII)
@@ -53,9 +53,17 @@ def refuse_unusable(argv: Sequence[str], environ: Mapping[str, str], env_file: P
         return  # nothing is served
     refuse_model_of_demo(flags.demo, from_flags)
     settings = known_settings(from_flags, environ, env_text)
+    refuse_shared_without_disk(settings.get("remote_cache_url"), flags.no_disk_cache or flags.ephemeral_cache)
     if not flags.no_proxy and {"mlx_port", "proxy_port"} <= settings.keys():
         refuse_equal_ports(settings["mlx_port"], settings["proxy_port"])
-    refuse_unusable_start(settings, demo=flags.demo, with_proxy=not flags.no_proxy, writes_kv=not flags.no_disk_cache)
+    if not flags.no_proxy:
+        refuse_backends(settings.get("backends", ()))
+    with_proxy = not flags.no_proxy
+    if (rank := rank_found(environ)) is not None:
+        settings.update(OFF_OVER_RANKS)
+        if rank[0] > 0:  # it follows rank 0, which has all ports for clients
+            with_proxy, _ = False, settings.pop("mlx_port", None)
+    refuse_unusable_start(settings, demo=flags.demo, with_proxy=with_proxy, writes_kv=not flags.no_disk_cache)
 
 
 def refuse_misspelt(values: Mapping[str, Value], env_file: Path) -> None:
@@ -79,7 +87,7 @@ def known_settings(flags: Mapping[str, Any], environ: Mapping[str, str], env_tex
             settings[name] = kind.read(found)
         except ValueError:
             key = SETTING_OF_FLAG[name] if name in flags else name.upper()
-            raise SettingError(key, found, kind.expected) from None
+            raise SettingError(key, shown(name, found), kind.expected) from None
     return settings
 
 
@@ -100,7 +108,7 @@ def refuse_unusable_start(
         (True, partial(_refuse_demo_nowhere, demo), ("state_dir",)),
         (writes_kv, refuse_unusable_folder, ("disk_cache_dir",)),
         (with_proxy, _refuse_proxy_nowhere, ("proxy_port", "state_dir")),
-        (with_proxy, _refuse_unusable_proxy_port, ("proxy_port", "state_dir")),
+        (with_proxy, _refuse_unusable_proxy_port, ("proxy_host", "proxy_port", "state_dir")),
     )
     for is_wanted, check, names in checks:
         if is_wanted and all(name in settings for name in names):
@@ -116,10 +124,27 @@ def refuse_model_of_demo(demo: DemoKind | None, from_flags: Mapping[str, object]
         raise SettingError("--model", from_flags["model_path"], "no model together with --demo, which has its own")
 
 
+def refuse_shared_without_disk(url: object, has_no_disk: bool) -> None:
+    """Raises StartupError: who wants no words on a disk wants none on a network, and what is sent are the disk's
+    files."""
+    if url is not None and has_no_disk:
+        raise StartupError(
+            "REMOTE_CACHE_URL needs the disk cache: what is shared are its files. Start without --no-disk-cache and "
+            "--ephemeral-cache, or without REMOTE_CACHE_URL."
+        )
+
+
 def refuse_equal_ports(mlx_port: int, proxy_port: int) -> None:
     """Raises SettingError where LiteLLM would listen where kvserve does."""
     if mlx_port == proxy_port:
         raise SettingError("PROXY_PORT", proxy_port, "another port than MLX_PORT")
+
+
+def refuse_backends(backends: Sequence[str]) -> None:
+    """Raises SettingError where a server with a proxy of its own is told of others: its proxy would not ask them."""
+    if backends:
+        expected = "none beside a proxy of its own: start it with --no-proxy, and `kvserve proxy` in front of all"
+        raise SettingError("BACKENDS", NOT_SHOWN, expected)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -209,13 +234,13 @@ def model_folders(names: Sequence[str]) -> tuple[Path, ...]:
 # --- ports ------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unusable_proxy_port(port: int, state_dir: Path) -> None:
+def _refuse_unusable_proxy_port(host: str, port: int, state_dir: Path) -> None:
     """Raises PortTaken where somebody listens, SettingError where nobody may, unless it may be a proxy of a former run,
     which the start would end: `proxy/ownership.py` writes down which one that is, and judges it."""
     if (_proxy_folder(port, state_dir) / "process.json").exists():
         return
-    error = error_of_binding(LOOPBACK, port)
-    if somebody_listens(LOOPBACK, port) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+    error = error_of_binding(host, port)
+    if somebody_listens(host, port) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
         raise proxy_port_taken(port)
     if isinstance(error, OSError):
         expected = f"a port that can be listened on ({error.strerror}); --no-proxy starts without LiteLLM"

@@ -4,14 +4,14 @@ import contextlib
 import time
 from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.core import JsonObject, Turn, holder_digest, key_digest
+from kvserve.core import KEY_HEADER, JsonObject, Turn, holder_digest, key_digest
 from kvserve.engine.warming import Warming, WarmResult
 from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.protocols import agents, anthropic_messages, openai_chat, openai_completions
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.error_bodies import ANTHROPIC_STATUSES, encode_anthropic_error, encode_openai_error
-from kvserve.protocols.fields import Fields, decode_body, text
+from kvserve.protocols.fields import Fields, decode_body, flag, text
 from kvserve.protocols.model_cards import (
     encode_anthropic_model,
     encode_anthropic_model_list,
@@ -196,7 +196,14 @@ def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) ->
 def get_health(exchange: HttpExchange, service: WebService) -> None:
     """GET /health."""
     status, body = service.health()
-    exchange.send_json(status, body)
+    # A header without the secret has been taken away: a proxy must know whether it was believed.
+    exchange.send_json(status, {**body, "knows_proxy": exchange.head.get(KEY_HEADER) is not None})
+
+
+def post_drain(exchange: HttpExchange, service: WebService) -> None:
+    """POST /v1/drain, with `{"draining": false}` to take it back: proxies send new requests elsewhere."""
+    is_draining = Fields(decode_body(exchange.body)).required("draining", flag)
+    exchange.send_json(200, service.drain(is_draining=is_draining))
 
 
 def get_cache(exchange: HttpExchange, service: WebService) -> None:
@@ -306,6 +313,7 @@ ROUTES = (
     Route("GET", "/v1/cache/explain", get_last_explanation),
     Route("GET", "/v1/cache/explain/*", get_explanation),
     Route("DELETE", "/v1/cache", delete_cache),
+    Route("POST", "/v1/drain", post_drain, needs_body=True),
     Route("GET", "/health", get_health, needs_key=False),
     Route("GET", "/metrics", get_metrics),
     Route("GET", "/", get_root, needs_key=False),

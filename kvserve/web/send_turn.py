@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Protocol
 
-from kvserve.core import AnswerEvent, Finished, JsonObject, RequestId, Turn, Waiting
+from kvserve.core import BEGIN_HEADER, AnswerEvent, Finished, JsonObject, RequestId, Turn, Waiting
 from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.protocols.placeholders import answer_in_words
 from kvserve.requests.deferred import ClientTurn
@@ -16,6 +16,7 @@ from kvserve.requests.served_model import ServedModel
 from kvserve.web.exchange import UNNAMED, EventStream, Framing, HttpExchange
 from kvserve.web.service import WebService
 
+MAX_HELD_SECONDS = 60.0
 _STOPPED = "The server is shutting down; the answer was not finished."
 
 
@@ -41,16 +42,66 @@ def stream_turn(
 ) -> None:
     """Send headers and `first` at once, then every event as it arrives, and the end. Raises ClientGone, RequestError.
 
-    Headers are sent before prefill: only then does a proxy in front report that its client left.
+    Headers are sent before prefill: only then does a proxy in front report that its client left. A proxy that may ask
+    another server says itself how long they may wait for the answer's first word.
     """
+    stream = _Opening(lambda: exchange.open_stream(encoder.error_chunk, framing), first, held_seconds(exchange))
     try:
-        stream = exchange.open_stream(encoder.error_chunk, framing)
-        stream.send(first)
+        stream.pass_time()
     except BaseException:
         running.cancel()
         raise
     _Streaming(exchange, running, encoder, stream).run()
     stream.end()
+
+
+def held_seconds(exchange: HttpExchange) -> float:
+    """For how long the head of a stream may be held back; 0 where nobody asks for it."""
+    asked = exchange.head.get(BEGIN_HEADER) or ""
+    return min(float(asked), MAX_HELD_SECONDS) if asked.isascii() and asked.isdigit() else 0.0
+
+
+class _Opening:
+    """A stream of events whose head is sent with the first event that says something, or once it is time."""
+
+    def __init__(self, open_stream: Callable[[], EventStream], first: Sequence[JsonObject], seconds: float) -> None:
+        self._open_stream = open_stream
+        self._kept = [*first]
+        self._opens_at = time.monotonic() + seconds
+        self._stream: EventStream | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the head has been sent: from then on a failure is an event."""
+        return self._stream is not None
+
+    def send(self, chunks: Sequence[JsonObject]) -> None:
+        """Send these chunks, after all that was kept."""
+        if self._stream is None:
+            self._stream = self._open_stream()
+        kept, self._kept = self._kept, []
+        self._stream.send([*kept, *chunks])
+
+    def keep(self, chunks: Sequence[JsonObject]) -> None:
+        """Keep what says nothing yet; everything is sent once it is time."""
+        self._kept += chunks
+        self.pass_time()
+
+    def pass_time(self) -> None:
+        """Send the head and what was kept if it is time."""
+        if time.monotonic() >= self._opens_at:
+            self.send([])
+
+    def comment(self, text: str) -> None:
+        """As `EventStream.comment`; nothing before the head."""
+        if self._stream is not None:
+            self._stream.comment(text)
+
+    def end(self) -> None:
+        """As `EventStream.end`."""
+        self.send([])
+        assert self._stream is not None
+        self._stream.end()
 
 
 class WordsTurn:
@@ -85,9 +136,7 @@ class _Streaming:
     """Sends one answer. It runs on the connection's thread; while that thread waits, the thread that delivers tokens
     sends them, never both at once."""
 
-    def __init__(
-        self, exchange: HttpExchange, running: ClientTurn, encoder: StreamEncoder, stream: EventStream
-    ) -> None:
+    def __init__(self, exchange: HttpExchange, running: ClientTurn, encoder: StreamEncoder, stream: _Opening) -> None:
         self._exchange = exchange
         self._running = running
         self._encoder = encoder
@@ -130,6 +179,9 @@ class _Streaming:
 
     def _send(self, event: AnswerEvent) -> None:
         chunks = self._encoder.encode(event)
+        if isinstance(event, Waiting) and not self._stream.is_open:
+            self._stream.keep(chunks)
+            return
         now = time.monotonic()
         if not chunks and now - self._last_output >= self._exchange.settings.keep_alive_seconds:
             chunks = [self._encoder.keep_alive()]

@@ -42,6 +42,9 @@ class WebService(Protocol):
     def health(self) -> tuple[int, JsonObject]:
         """Status (200, or 503 while loading) and body of GET /health."""
 
+    def drain(self, *, is_draining: bool) -> JsonObject:
+        """Tell those who ask for /health whether new requests should go elsewhere; the answer says what runs here."""
+
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady while loading."""
 

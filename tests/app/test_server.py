@@ -17,8 +17,8 @@ import pytest
 import kvserve.app.model_factory
 import kvserve.app.server
 from kvserve.app.banner import device_line
+from kvserve.app.proxy_wiring import access_warnings
 from kvserve.app.server import Server
-from kvserve.app.wiring import access_warnings
 from kvserve.engine.device import device_facts
 from kvserve.errors import ModelLoadError, PortTaken
 from tests.engine.odd_caches import Unmergeable, use_cache
@@ -185,7 +185,7 @@ def test_the_terminal_says_when_the_proxy_is_ready(tmp_path: Path, monkeypatch: 
         def stop(self) -> None:
             """Nothing runs."""
 
-    monkeypatch.setattr("kvserve.app.server.LitellmProxy", Proxy)
+    monkeypatch.setattr("kvserve.app.proxy_wiring.LitellmProxy", Proxy)
     with unstarted_app(tmp_path, proxy_port=4567) as app:
         monkeypatch.setattr(app.app, "_launch", replace(app.app._launch, with_proxy=True))
         monkeypatch.setattr(app.app, "_server", SimpleNamespace(port=1, stop=lambda *_: None))
@@ -215,6 +215,23 @@ def test_the_code_that_runs_is_noted_before_a_model_is_fetched(tmp_path: Path, m
     monkeypatch.setattr(Server, "_model_folder", fetching)
     with unstarted_app(tmp_path) as app, pytest.raises(ModelLoadError, match="it is not there"):
         app.app.start(threading.Event())
+
+
+def test_a_start_that_failed_before_the_shared_cache_was_asked_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once a model is loaded: what others forgot can be forgotten then."""
+
+    def fetching(_server: Server) -> Path:
+        raise ModelLoadError("it is not there")
+
+    monkeypatch.setattr(Server, "_model_folder", fetching)
+    with unstarted_app(tmp_path, remote_cache_url="redis://127.0.0.1:1/0") as app:
+        with pytest.raises(ModelLoadError, match="it is not there"):
+            app.app.start(threading.Event())
+        assert app.app._shared is not None and app.app._shared.server.state == "connecting"
+        assert not [each for each in threading.enumerate() if each.name.startswith("kvserve-remote")]
+        app.app.stop()
 
 
 def test_the_family_that_is_set_comes_first(app: AppUnderTest, tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvserve.app.proxy_wiring import access_warnings, named_backends, own_backend, proxy_settings
 from kvserve.app.wiring import (
-    access_warnings,
     catalogue_settings,
     engine_settings,
     identity_settings,
     observability_settings,
-    proxy_settings,
     remote_pictures,
     request_defaults,
     response_store,
@@ -20,6 +19,7 @@ from kvserve.app.wiring import (
 )
 from kvserve.config import Settings, setting_key
 from kvserve.engine.quantised import KvSettings
+from kvserve.proxy.backends import BackendAddress
 
 HERE = str(Path(__file__).parent)
 """A folder that is there."""
@@ -33,7 +33,8 @@ def every_room(settings: Settings) -> SimpleNamespace:
         identity=identity_settings(settings),
         catalogue=catalogue_settings(settings, settings.listed_model_id),
         web=web_settings(settings),
-        proxy=proxy_settings(settings, 1),
+        proxy=proxy_settings(settings, own_backend(settings, 1)),
+        behind=named_backends(settings),
         pictures=remote_pictures(settings),
         seeing=observability_settings(settings),
         responses=response_store(settings, "on", print),
@@ -49,9 +50,12 @@ PLACES: list[tuple[str, str, str, object]] = [
     ("PROXY_MODEL_ID", "openai/house", "proxy.listed_model_id", "openai/house"),
     ("PROXY_MODEL_ID", "openai/house", "catalogue.default_names", ("openai/house", "house")),
     ("MLX_HOST", "127.0.0.9", "web.host", "127.0.0.9"),
-    ("MLX_HOST", "127.0.0.9", "proxy.backend_url", "http://127.0.0.9:1"),
+    ("MLX_HOST", "127.0.0.9", "proxy.backends", (BackendAddress("kvserve", "http://127.0.0.9:1"),)),
     ("MLX_PORT", "1234", "web.port", 1234),
     ("PROXY_PORT", "4321", "proxy.port", 4321),
+    ("PROXY_HOST", "127.0.0.8", "proxy.host", "127.0.0.8"),
+    ("BACKENDS", "a=http://k%2F@one:81", "behind", (BackendAddress("a", "http://one:81", "k/"),)),
+    ("BACKEND_MAX_WAITING", "3", "proxy.max_waiting", 3),
     ("MAX_KV_SIZE", "1001", "engine.max_kv_size", 1001),
     ("PROMPT_CACHE_MAX_ENTRIES_GLOBAL", "7", "engine.cache.max_entries", 7),
     ("PROMPT_CACHE_MAX_ENTRIES_PER_SESSION", "3", "engine.cache.max_entries_per_owner", 3),
@@ -132,6 +136,10 @@ KEPT_ELSEWHERE = {
     # what the process itself acts on: tests/app/, tests/warming/
     *("MODEL_PATH", "CHAT_TEMPLATE", "DRAFT_MODEL", "MODEL_FAMILY"),
     *("PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES", "BLAS_LIBRARY"),
+    # between processes: tests/app/test_proxy_alone.py
+    "PROXY_SECRET",
+    # a server that others share: tests/app/test_shared_tier.py
+    "REMOTE_CACHE_URL",
 }
 
 
@@ -164,8 +172,8 @@ def test_no_setting_is_forgotten() -> None:
 def test_the_proxy_stays_on_loopback_and_finds_the_server(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """Opening kvserve to a network opens LiteLLM to nobody."""
     monkeypatch.setenv("MLX_HOST", host)
-    proxy = proxy_settings(Settings(), 1)
-    assert (proxy.host, proxy.backend_url) == ("127.0.0.1", "http://127.0.0.1:1")
+    proxy = proxy_settings(Settings(), own_backend(Settings(), 1))
+    assert (proxy.host, [each.url for each in proxy.backends]) == ("127.0.0.1", ["http://127.0.0.1:1"])
 
 
 @pytest.mark.parametrize(

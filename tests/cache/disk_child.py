@@ -28,7 +28,7 @@ def main(folder: str, seed: int) -> None:
                 is_based = chance.random() < 0.5
                 disk.say(prompt, states=(len(prompt),), flush=chance.random() < 0.5, is_based=is_based)
             if chance.random() < 0.2:
-                disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
+                disk.tier._order(disk.tier.worker.account.reconcile, WAIT_SECONDS)
             found = disk.found(ids).written()
             if found.depth == len(ids) and found.steps[-1].checkpoint is not None:
                 print(json.dumps(ids), flush=True)

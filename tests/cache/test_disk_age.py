@@ -46,7 +46,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def look(disk: Disk) -> None:
     """The folder is reconciled twice: the second time shows what the first has left."""
     for _ in range(2):
-        assert disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
+        assert disk.tier._order(disk.tier.worker.account.reconcile, WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("hours", [48, -48])

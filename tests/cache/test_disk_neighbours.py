@@ -25,7 +25,7 @@ LONG = list(range(100, 140))
 
 def look(disk: Disk) -> None:
     """The folder is reconciled once."""
-    assert disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
+    assert disk.tier._order(disk.tier.worker.account.reconcile, WAIT_SECONDS)
 
 
 def rows(folder: Path) -> dict[str, float]:

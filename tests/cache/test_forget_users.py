@@ -193,7 +193,7 @@ def test_whose_a_blob_is_outlives_the_process(tmp_path: Path, is_scratch: bool) 
         assert disk.tier.index.use(*named(ONE), users)
         disk.tier._has_news = True
         assert disk.tier.flush(60)
-        catalog = disk.tier._worker.account.catalog.open()
+        catalog = disk.tier.worker.account.catalog.open()
         assert catalog is not None
         assert {(user, depth) for _, user, depth in catalog.users(MODEL)} == set(users.items())
         if is_scratch:

@@ -272,3 +272,12 @@ def test_a_mac_without_metal_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert first("device").state == "ok"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert first("device").state == "bad" and "Metal off, 16.0 GiB" in first("device").text
+
+
+def test_a_shared_cache_that_does_not_answer_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its place alone; where none is named nothing is looked for."""
+    assert not any(each.name == "shared" for each in doctor._shared_cache(doctor.load_launch(()).settings))
+    monkeypatch.setenv("REMOTE_CACHE_URL", f"redis://me:a-secret@127.0.0.1:{free_port()}/0")
+    [finding] = doctor._shared_cache(doctor.load_launch(()).settings)
+    assert (finding.state, finding.shared) == ("bad", "REMOTE_CACHE_URL: unreachable")
+    assert "127.0.0.1" in finding.text and "secret" not in finding.text

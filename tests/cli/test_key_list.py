@@ -75,6 +75,13 @@ def test_the_list_shows_names_and_digests_and_no_key(folder: Path, monkeypatch: 
     assert told("keys", "list", "--file", str(file)) == list(found.values())
 
 
+def test_the_list_is_there_in_a_proxys_folder_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose settings are refused where a server with a proxy of its own would start."""
+    monkeypatch.setenv("BACKENDS", "a=http://a:1,b=http://b:1")
+    monkeypatch.setenv("API_KEYS_FILE", str(write_keys(folder / "keys.toml")))
+    assert [row["name"] for row in told("keys", "list")] == ["anna", "otto", "boss"]
+
+
 def test_what_is_wrong_with_the_file_is_told(folder: Path) -> None:
     """And that there is none."""
     done = run("keys", "list")

@@ -193,7 +193,7 @@ def held(engine: Engine) -> Iterator[None]:
     """An engine that stands still between two steps: what is given to it meanwhile comes at once, and what a test looks
     at does not go on, however long the test's own thread slept. It cannot be asked for anything."""
     goes_on = threading.Event()
-    engine._put(lambda _: bool(goes_on.wait(60)))
+    engine._inbox.put(lambda _: bool(goes_on.wait(60)))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS, Admission, Budget
 from kvserve.engine.kv_buffers import num_slots
-from kvserve.engine.model import KvSize
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.rows import Row
 from kvserve.errors import MemoryExhausted
 

@@ -18,7 +18,8 @@ from kvserve.engine.batch_costs import BatchCosts
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.draft_nouns import DraftSupport
 from kvserve.engine.kv_buffers import BatchKv, RowKv, entering, flat_caches, num_slots
-from kvserve.engine.model import KvSize, LoadedModel
+from kvserve.engine.kv_size import KvSize
+from kvserve.engine.model import LoadedModel
 from kvserve.engine.pass_costs import PassCosts
 from kvserve.engine.prefill import reserve
 from kvserve.engine.rows import RequestHandle, Row

@@ -15,9 +15,10 @@ from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.token_run import pack
 from kvserve.core import TokenDelta, TokenSequence
-from kvserve.engine import disk_cache, disk_writing
-from kvserve.engine.disk_cache import DiskCache, DiskReport
+from kvserve.engine import disk_cache, disk_writing, pinned
+from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.engine_settings import DiskSettings
+from kvserve.engine.pinned import DiskReport
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.snapshot import KvSlice
@@ -202,9 +203,9 @@ def test_no_more_is_read_than_there_is_room_for(family: str, tmp_path: Path) -> 
     def read_within(room_bytes: float) -> tuple[int, bool]:
         def ask(scheduler: Any) -> tuple[int, bool]:
             disk = disk_cache_of(scheduler.cache)
-            pinned = disk.pin(TokenSequence(tuple(BASE)), room_bytes=room_bytes)
-            num_bytes, is_settled = pinned.goal.num_bytes if pinned.goal is not None else 0, pinned.is_settled
-            disk.let_go(pinned)
+            held = disk.pin(TokenSequence(tuple(BASE)), room_bytes=room_bytes)
+            num_bytes, is_settled = held.goal.num_bytes if held.goal is not None else 0, held.is_settled
+            disk.let_go(held)
             return num_bytes, is_settled
 
         return engine._ask(ask)
@@ -267,8 +268,8 @@ def test_a_disk_that_is_slower_than_computing_is_not_read(tmp_path: Path) -> Non
 
         def slow(scheduler: Any) -> None:
             tier = disk_cache_of(scheduler.cache).tier
-            assert tier.prefill_rate is not None
-            tier._worker.read_rate = 10.0
+            assert tier.worker.prefill_rate is not None
+            tier.worker.read_rate = 10.0
             tier.note_restored((), 0)
 
         engine._ask(slow)
@@ -291,7 +292,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pyt
         raise OSError("gave up")
 
     monkeypatch.setattr(FolderStore, "read", hang)
-    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 0.1)
+    monkeypatch.setattr(pinned, "STALLED_SECONDS", 0.1)
     try:
         with running_engine(disk=on(tmp_path)) as engine:
             [again] = generate(engine, turn(BASE, 8))

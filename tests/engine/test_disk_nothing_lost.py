@@ -17,8 +17,9 @@ from kvserve.cache.disk_blob import BlobName, unpack_blob
 from kvserve.cache.disk_records import Entry
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.disk_worker import DiskWorker
 from kvserve.core import TokenSequence
-from kvserve.engine import disk_cache, disk_writing, memory
+from kvserve.engine import disk_cache, disk_writing, memory, pinned
 from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
@@ -272,7 +273,7 @@ def test_a_row_waits_for_what_another_one_reads(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(FolderStore, "read", read)
     monkeypatch.setattr(DiskTier, "wait", wait)
     monkeypatch.setattr(disk_cache, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
-    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 150.0)
+    monkeypatch.setattr(pinned, "STALLED_SECONDS", 150.0)
     with running_engine(disk=on(tmp_path)) as engine:
         results = generate(engine, *(turn([*LONG, number], 2) for number in range(2)))
         assert disk_of(engine).stats.num_read >= NUM_PARTS
@@ -322,14 +323,14 @@ def test_rows_that_leave_ram_while_their_state_is_read_are_no_damage(tmp_path: P
                     cache._tree._store.drop_checkpoint(node)
             disk = cache._disk
             assert disk is not None
-            pinned = disk.pin(TokenSequence(tuple(prompt)))
-            assert pinned.load is not None and [entry.head.kind for entry in pinned.load.entries] == ["checkpoint"]
+            held = disk.pin(TokenSequence(tuple(prompt)))
+            assert held.load is not None and [entry.head.kind for entry in held.load.entries] == ["checkpoint"]
             cache.make_room(CACHE.max_bytes or 0)
             assert cache._tree.num_ram_bytes == 0
-            while disk.advance(pinned):
+            while disk.advance(held):
                 disk.tier.wait(0.01)
-            num_tokens = pinned.lease.num_tokens
-            disk.let_go(pinned)
+            num_tokens = held.lease.num_tokens
+            disk.let_go(held)
             return num_tokens
 
         assert engine._ask(restored) == usable("qwen3_5")
@@ -340,7 +341,8 @@ def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path, monkeypatch
     """What is not worth reading is computed; meanwhile somebody who keeps no row waiting looks if that is so still,
     and from then on it is read."""
     # Of a model so slow that reading pays on any disk but the one that is planted.
-    monkeypatch.setattr(DiskTier, "prefill_rate", property(lambda tier: 10.0, lambda tier, rate: None))
+    slow = property(lambda worker: 10.0, lambda worker, rate: None)
+    monkeypatch.setattr(DiskWorker, "prefill_rate", slow, raising=False)
     with running_engine(disk=on(tmp_path), reading_pays=False) as engine:
         [first] = generate(engine, turn(LONG, 8))
         settle(engine)
@@ -348,7 +350,7 @@ def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path, monkeypatch
         def make_slow(scheduler: Scheduler) -> None:
             disk = scheduler.cache._disk
             assert disk is not None
-            disk.tier._worker.read_rate = 10.0
+            disk.tier.worker.read_rate = 10.0
             scheduler.cache.clear()
 
         engine._ask(make_slow)

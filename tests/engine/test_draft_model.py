@@ -10,11 +10,11 @@ import pytest
 
 from kvserve.core import Drafted, GenerationDone, GenerationRequest
 from kvserve.engine import draft_support
-from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
 from kvserve.engine.draft_nouns import DraftSettings
 from kvserve.engine.engine_settings import DiskSettings, DraftStatus
 from kvserve.engine.model import load
+from kvserve.engine.pinned import PinnedPrefix
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.return_point import ReturnPoint, why_no_return
 from kvserve.engine.self_check import check_caches

@@ -236,7 +236,7 @@ def test_a_waiting_row_of_who_is_forgotten_leaves_nothing(engine: Engine) -> Non
     prompt = prompt_of(200, 11)
     with held(engine):
         generation = engine.submit(asked(ONE, prompt))
-        engine._put(forget_one)
+        engine._inbox.put(forget_one)
     assert len(collect(generation).tokens) == 8
     assert not found_in_ram(engine, prompt[20:100])
     generate(engine, asked(ONE, prompt))

@@ -14,7 +14,7 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
-from kvserve.engine import disk_cache
+from kvserve.engine import pinned
 from kvserve.engine.engine_settings import DiskSettings
 from kvserve.engine.rows import RequestHandle, Row
 from tests.engine.engines import (
@@ -220,7 +220,7 @@ def test_two_rows_of_one_beginning_of_which_one_moves(family: str, monkeypatch: 
 def test_a_disk_that_writes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it still reads from RAM is not moved: the row starts from a part, and its answer is the same."""
     disk = DiskSettings(tmp_path, 2**34, 0, 24, is_ephemeral=True)
-    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(pinned, "STALLED_SECONDS", 0.2)
     goes_on = threading.Event()
     with full_engine("qwen3", NUM_ALL_TOKENS, 0.95, disk=disk) as engine, moves_counted() as moves:
         said = conversation_of("qwen3")

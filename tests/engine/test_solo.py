@@ -166,7 +166,7 @@ def test_a_grammar_holds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
             seen.append(tokens.tolist())  # type: ignore[arg-type]
             return logits
 
-    monkeypatch.setattr("kvserve.engine.worker.GrammarProcessor", Recorder)
+    monkeypatch.setattr("kvserve.engine.submitting.GrammarProcessor", Recorder)
     [result] = generate(engine, request(PROMPTS[0], 4, grammar=Grammar("start: /.*/")))
     whole = [*PROMPTS[0], *result.tokens]
     assert seen == [whole[: len(PROMPTS[0]) + index] for index in range(5)]

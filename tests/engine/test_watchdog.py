@@ -13,7 +13,7 @@ from kvserve.engine import prefill_pool, turn_order
 from kvserve.engine import rows as rows_module
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.disk_cache import PinnedPrefix
+from kvserve.engine.pinned import PinnedPrefix
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import RequestHandle, Row

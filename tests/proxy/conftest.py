@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
 from tests.ports import free_port
@@ -33,7 +34,7 @@ def running(backend: Backend, reached: Reached, folder: Path, key: str | None) -
     reports: list[str] = []
     settings = ProxySettings(
         port=free_port(),
-        backend_url=backend.url,
+        backends=(BackendAddress("kvserve", backend.url, key),),
         listed_model_id=LISTED,
         backend_model_id=SERVED,
         state_dir=folder,

@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
 
 folder, port, *command = sys.argv[1:]
 settings = ProxySettings(
     port=int(port),
-    backend_url="http://127.0.0.1:9",
+    backends=(BackendAddress("kvserve", "http://127.0.0.1:9"),),
     listed_model_id="openai/m",
     backend_model_id="m",
     state_dir=Path(folder),

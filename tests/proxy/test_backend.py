@@ -8,12 +8,12 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from kvserve.core import JsonObject, key_digest
-from kvserve.proxy.asgi import Message, Scope
+from kvserve.proxy.asgi import App, Message, Scope
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.entry import Backend
 from kvserve.proxy.guard import Guard, GuardRules
 from kvserve.web import dashboard_pages
@@ -27,7 +27,7 @@ from tests.web.test_dashboard_pages import WatchedService
 
 __all__ = ["wire"]
 
-SECRET = "a secret of both"
+SECRET = "a-secret-of-both"
 
 
 class WholeService(WatchedService):
@@ -49,14 +49,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield server
 
 
-def rules(served: Served, **more: Any) -> GuardRules:
-    url = f"http://127.0.0.1:{served.server.port}"
-    return GuardRules("127.0.0.1", LISTED, backend_model_id=SERVED, backend_url=url, secret=SECRET, **more)
+def rules(served: Served, api_key: str | None = None) -> GuardRules:
+    here = BackendAddress("kvserve", f"http://127.0.0.1:{served.server.port}", api_key)
+    return GuardRules("127.0.0.1", LISTED, backend_model_id=SERVED, backends=(here,), api_key=api_key, secret=SECRET)
 
 
-def ask(served: Served, scope: Scope, body: bytes = b"", **more: Any) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    served: Served, scope: Scope, body: bytes = b"", api_key: str | None = None
+) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of what the guard answers; LiteLLM is not to be asked."""
-    sent = follow(rules(served, **more), scope, body)
+    sent = follow(rules(served, api_key), scope, body)
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, _whole(sent)
 
@@ -78,7 +80,7 @@ def follow(told: GuardRules, scope: Scope, body: bytes = b"", num_events: int | 
             if num_events is not None and _whole(sent).count(b"data: ") >= num_events:
                 left.set()
 
-        guard = Guard(unasked, Backend(told.backend_url), told)
+        guard = Guard(unasked, Backend(), told)
         await asyncio.wait_for(guard(scope, receive, send), PATIENCE_SECONDS)
 
     asyncio.run(run())
@@ -92,8 +94,6 @@ def _whole(sent: list[Message]) -> bytes:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/health"),
-        ("HEAD", "/health"),
         ("GET", "/metrics"),
         ("GET", "/v1/cache"),
         ("GET", "/v1/cache/explain"),
@@ -106,7 +106,6 @@ def _whole(sent: list[Message]) -> bytes:
         ("GET", "/dashboard/sessions/unknown"),
         ("POST", "/v1/models/load"),
         *(("GET", f"/dashboard/{name}") for name in FILES),
-        ("GET", "/dashboard/../v1/cache"),
     ],
 )
 def test_the_answer_is_the_servers_own(served: Served, method: str, path: str) -> None:
@@ -118,6 +117,17 @@ def test_the_answer_is_the_servers_own(served: Served, method: str, path: str) -
     kept = ("content-type", "content-length", "content-security-policy", "cache-control")
     assert {name: headers.get(name) for name in kept} == {name: there.headers.get(name) for name in kept}
     assert headers["x-request-id"].startswith("req")
+
+
+def test_its_health_is_the_servers_own_and_says_that_it_believes_the_proxy(served: Served) -> None:
+    """The only word of it that is another one on its own port."""
+    status, headers, body = ask(served, scope_of("GET", "/health"))
+    with served.connect() as client:
+        there = client.request("GET", "/health", None)
+    assert (status, json.loads(body)) == (there.status, {**json.loads(there.body), "knows_proxy": True})
+    assert json.loads(there.body)["knows_proxy"] is False
+    status, others, body = ask(served, scope_of("HEAD", "/health"))
+    assert (status, others["content-length"], body) == (200, headers["content-length"], b"")
 
 
 def test_the_root_leads_a_browser_on_here_too(served: Served) -> None:
@@ -155,7 +165,7 @@ def test_an_explanation_is_the_askers_own(served: Served) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/cache", "/metrics", "/dashboard/events", "/v1/models/x", "/v1/cache/explain"])
 def test_with_a_key_it_is_asked_for(path: str) -> None:
-    """On both ports by the same key, which the guard hands on as it came and never adds."""
+    """On both ports by the same key; whoever has it is asked nothing more behind the guard."""
     with serving(WholeService(), proxy_secret=SECRET, api_key="k") as served:
         assert ask(served, scope_of("GET", path), api_key="k")[0] == 401
         assert ask(served, scope_of("GET", path, x_api_key="other"), api_key="k")[0] == 401
@@ -166,11 +176,12 @@ def test_with_a_key_it_is_asked_for(path: str) -> None:
 
 
 def test_a_path_that_climbs_is_not_tidied_up(served: Served) -> None:
-    """What the guard has judged as a file of the dashboard the server sees as that, and does not know."""
-    for path in ("/dashboard/../v1/cache", "/dashboard/./events", "/v1/models/../cache"):
-        assert ask(served, scope_of("GET", path))[0] == 404
-    _, _, body = ask(served, scope_of("GET", "/v1/cache/explain/../../cache"))
-    assert json.loads(body)["request_id"] == "../../cache"
+    """It is none: what the guard judged as a file of the dashboard another one, between it and the server, might take
+    for an operator's report."""
+    climbing = ("/dashboard/../v1/cache", "/dashboard/./events", "/v1/models/../cache", "/v1/cache/explain/../../cache")
+    for path in (*climbing, "/v1/models/%2e%2e/cache", "/backends/kvserve/dashboard/../v1/cache"):
+        status, _, body = ask(served, scope_of("GET", path))
+        assert (status, b"serves this path" in body) == (404, True), path
 
 
 def test_events_come_as_they_are_sent_until_the_reader_leaves(served: Served) -> None:
@@ -188,7 +199,7 @@ def test_a_server_that_is_gone_is_a_503() -> None:
         refusing.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{refusing.getsockname()[1]}"
         scope = scope_of("GET", "/health", origin="http://localhost:1")
-        sent = follow(GuardRules("127.0.0.1", "m", backend_url=url), scope)
+        sent = follow(GuardRules("127.0.0.1", "m", backends=(BackendAddress("kvserve", url),)), scope)
     assert (sent[0]["status"], header(sent, b"access-control-allow-origin")) == (503, b"http://localhost:1")
     assert json.loads(sent[1]["body"])["error"]["type"] == "server_error"
 
@@ -202,11 +213,11 @@ def test_an_answer_that_breaks_off_breaks_off_here_too() -> None:
 
     sent: list[Message] = []
     with _answering(half) as url, pytest.raises(Exception, match="closed connection"):
-        asyncio.run(_collect(Backend(url), sent))
+        asyncio.run(_collect(Backend().of(BackendAddress("kvserve", url)), sent))
     assert [message.get("body") for message in sent] == [None, b"half"]
 
 
-async def _collect(app: Backend, sent: list[Message]) -> None:
+async def _collect(app: App, sent: list[Message]) -> None:
     async def receive() -> Message:
         return piece(b"")
 
@@ -242,10 +253,10 @@ def test_the_servers_own_health_is_reached(client: Client, wire: Wire) -> None:
         reply = client.send(method, path, headers={"authorization": "Bearer mine"})
         assert (reply.status, reply.headers["x-request-id"]) == (200, "r1"), reply.raw
         assert reply.raw == wire.pieces[0]
-    assert [(got.method, got.path, got.headers["authorization"]) for got in wire.arrived] == [
-        ("GET", "/health", "Bearer mine"),
-        ("GET", f"/v1/models/{SERVED}", "Bearer mine"),
-        ("DELETE", "/v1/cache?session=a%20b", "Bearer mine"),
+    assert [(got.method, got.path, "authorization" in got.headers) for got in wire.arrived] == [
+        ("GET", "/health", False),
+        ("GET", f"/v1/models/{SERVED}", False),
+        ("DELETE", "/v1/cache?session=a%20b", False),
     ]
 
 

@@ -2,11 +2,13 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.generate import (
     ProxySettings,
     child_command,
@@ -21,7 +23,7 @@ from kvserve.proxy.guard import GuardRules
 def settings(folder: Path, key: str | None = None) -> ProxySettings:
     return ProxySettings(
         port=4000,
-        backend_url="http://127.0.0.1:8080/",
+        backends=(BackendAddress("kvserve", "http://127.0.0.1:8080/", key),),
         listed_model_id="openai/org/name",
         backend_model_id="org/name",
         state_dir=folder,
@@ -52,6 +54,29 @@ def test_the_key_is_master_key_and_backend_key(tmp_path: Path, key: str | None) 
     assert {entry["litellm_params"]["api_key"] for entry in config["model_list"]} == {key or "none"}
 
 
+def test_each_backend_has_its_deployments_and_its_endpoint(tmp_path: Path) -> None:
+    """Under every name, each with its own key; LiteLLM's own key is the proxy's."""
+    backends = (BackendAddress("a", "http://a", "key-a"), BackendAddress("a1", "https://b:1/"))
+    config: Any = litellm_config(replace(settings(tmp_path, "front"), backends=backends))
+    found = [
+        (row["model_name"], row["litellm_params"]["api_base"], row["litellm_params"]["api_key"])
+        for row in config["model_list"]
+    ]
+    assert found == [
+        (name, base, key)
+        for name in ("openai/org/name", "*")
+        for base, key in (("http://a/v1", "key-a"), ("https://b:1/v1", "none"))
+    ]
+    endpoints = config["general_settings"]["pass_through_endpoints"]
+    assert [(row["target"], row["headers"]) for row in endpoints] == [
+        ("http://a", {"authorization": "Bearer key-a"}),
+        ("https://b:1", {"authorization": "Bearer none"}),
+    ]
+    one, other = (row["path"] for row in endpoints)
+    assert not one.startswith(other) and not other.startswith(one)
+    assert config["general_settings"]["master_key"] == "front"
+
+
 @pytest.mark.parametrize("key", [None, "k"])
 def test_the_guards_rules_survive_the_file(tmp_path: Path, key: str | None) -> None:
     """What the child reads equals what the parent wrote: the operator's own settings, the key first of all."""
@@ -62,7 +87,7 @@ def test_the_guards_rules_survive_the_file(tmp_path: Path, key: str | None) -> N
         "openai/org/name",
         "org/name",
     )
-    assert rules.backend_url == "http://127.0.0.1:8080/"
+    assert rules.backends == (BackendAddress("kvserve", "http://127.0.0.1:8080/", key),)
     assert GuardRules.from_json(json.loads(json.dumps(asdict(rules)))) == rules
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +12,14 @@ from kvserve.core import KEY_HEADER, NO_KEY, key_digest
 from kvserve.errors import BadRequest, MethodNotAllowed, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_object
+from kvserve.proxy.backend_health import PlainAnswer
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 from kvserve.proxy.guard import Guard, GuardRules
 from kvserve.proxy.paths import ROUTES, find_route
 
-RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000, secret="shared")
+HERE = BackendAddress("kvserve", "http://127.0.0.1:9")
+RULES = GuardRules("127.0.0.1", "openai/m", backends=(HERE,), max_body_bytes=1000, secret="shared")
 CHAT = "/v1/chat/completions"
 
 
@@ -53,6 +56,28 @@ async def unasked(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError(scope["path"])
 
 
+@dataclass
+class Behind:
+    """What stands behind the guard: one application for all backends, and what each says of its health."""
+
+    app: App
+    health: dict[str, PlainAnswer] = field(default_factory=dict)
+
+    def of(self, backend: BackendAddress) -> App:
+        return self.app
+
+    async def ask(
+        self,
+        backend: BackendAddress,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        seconds: float | None,
+        body: bytes,
+    ) -> PlainAnswer:
+        return self.health[backend.name]
+
+
 def call(
     app: App, scope: Scope, *messages: Message, rules: GuardRules = RULES, backend: App = unasked
 ) -> list[Message]:
@@ -68,7 +93,8 @@ def call(
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await Guard(app, backend, rules)(scope, receive, send)
+        told = rules if rules.backends else replace(rules, backends=(HERE,))
+        await Guard(app, Behind(backend), told)(scope, receive, send)
 
     asyncio.run(run())
     return sent
@@ -272,7 +298,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(Guard(Inner(), unasked, RULES)(scope_of(), never, send))
+    asyncio.run(Guard(Inner(), Behind(unasked), RULES)(scope_of(), never, send))
     assert sent[0]["status"] == 408
 
 
@@ -390,7 +416,7 @@ def test_the_start_is_held_back_until_litellm_is_warm() -> None:
             order.append(message["type"])
 
         rules = GuardRules("127.0.0.1", "m", api_key="k")
-        await Guard(app, unasked, rules)({"type": "lifespan", "state": {}}, receive, send)
+        await Guard(app, Behind(unasked), rules)({"type": "lifespan", "state": {}}, receive, send)
 
     asyncio.run(run())
     assert order == [(True, b"Bearer k", {"from": "lifespan"}, "m"), "lifespan.startup.complete"]
@@ -413,7 +439,7 @@ def test_a_warm_up_that_hangs_does_not_keep_the_proxy_from_starting(monkeypatch:
     async def receive() -> Message:
         return {"type": "lifespan.startup"}
 
-    asyncio.run(Guard(app, unasked, RULES)({"type": "lifespan", "state": {}}, receive, send))
+    asyncio.run(Guard(app, Behind(unasked), RULES)({"type": "lifespan", "state": {}}, receive, send))
     assert sent == ["lifespan.startup.complete"]
 
 

@@ -12,20 +12,24 @@ from hypothesis import strategies as st
 from kvserve.core import HELD, KEY_HEADER, key_digest
 from kvserve.errors import BadRequest
 from kvserve.proxy.asgi import App, Message, Receive, Scope, Send
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.guard import Guard, GuardRules
 from kvserve.proxy.keys_file import KeyHolder
 from kvserve.proxy.paths import ROUTES
 from tests.laws import num_examples
 from tests.proxy.held import ANNA, ANNAS_SECOND, API_KEY, BOSS, OTTO, TABLES, limited, write_keys
-from tests.proxy.test_guard import CHAT, Inner, header, piece, scope_of, unasked
+from tests.proxy.test_guard import CHAT, Behind, Inner, header, piece, scope_of, unasked
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SPOKEN = (CHAT, RESPONSES, MESSAGES)
 
 
 def guard_of(file: Path, app: App, backend: App = unasked) -> Guard:
-    rules = GuardRules("127.0.0.1", "openai/m", api_key=API_KEY, secret="shared", api_keys_file=str(file))
-    return Guard(app, backend, rules)
+    here = BackendAddress("kvserve", "http://127.0.0.1:9", API_KEY)
+    rules = GuardRules(
+        "127.0.0.1", "openai/m", backends=(here,), api_key=API_KEY, secret="shared", api_keys_file=str(file)
+    )
+    return Guard(app, Behind(backend), rules)
 
 
 async def asked(guard: Guard, scope: Scope, *messages: Message, stays: bool = True) -> list[Message]:
@@ -112,8 +116,21 @@ def test_paths_of_operators_are_for_operators(file: Path) -> None:
             everybody = 401 if route.needs_key else 200
             assert statuses == [everybody, 403 if route.for_operator else 200, 200, 200], (method, pattern)
     assert [path for path, route in ROUTES.items() if route.for_operator] == [
-        *("/v1/models/load", "/v1/cache", "/metrics", "/dashboard/events", "/dashboard/sessions/*"),
+        *("/v1/models/load", "/v1/cache", "/v1/drain", "/metrics", "/dashboard/events", "/dashboard/sessions/*"),
     ]
+
+
+def test_what_lies_below_one_backend_is_for_operators(file: Path) -> None:
+    """Whatever the path is at the server itself; what needs no key there needs none here."""
+    for path, statuses in (
+        ("/backends/kvserve/v1/models/x", [401, 403, 200, 200]),
+        ("/backends/kvserve/v1/cache/explain", [401, 403, 200, 200]),
+        ("/backends/kvserve/metrics", [401, 403, 200, 200]),
+        ("/backends/kvserve/health", [200, 200, 200, 200]),
+    ):
+        inner = Inner()
+        scopes = [scope_of("GET", path, **({"x_api_key": key} if key else {})) for key in ("", ANNA, BOSS, API_KEY)]
+        assert [ask(guard_of(file, inner, inner), scope)[0]["status"] for scope in scopes] == statuses, path
 
 
 def test_what_only_reads_or_deletes_is_not_counted(tmp_path: Path) -> None:

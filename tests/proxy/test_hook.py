@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange
+from kvserve.proxy.attempts import CURRENT_ATTEMPT, Attempt
+from kvserve.proxy.backends import BackendAddress
+from kvserve.proxy.envelope import CURRENT_EXCHANGE, ProxyExchange, api_base
 
 
 @cache
@@ -94,3 +96,49 @@ def test_without_an_answer_there_is_no_upstream_error() -> None:
     second.__context__ = first
     assert hook().find_upstream_error(first) is None
     assert hook().find_upstream_error(failed(200, "fine")) is None
+
+
+ONE, TWO = BackendAddress("one", "http://one/"), BackendAddress("two", "http://two")
+DEPLOYMENTS = [
+    {"model_name": name, "litellm_params": {"api_base": base}}
+    for name in ("openai/m", "*")
+    for base in ("http://one/v1", "http://two/v1")
+]
+
+
+def deployments_left(attempt: Attempt | None) -> list[dict[str, Any]]:
+    """What LiteLLM may choose from."""
+
+    async def run() -> list[dict[str, Any]]:
+        CURRENT_ATTEMPT.set(attempt)
+        return await hook().raw_body_hook.async_filter_deployments("m", DEPLOYMENTS, None)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("backend", [ONE, TWO])
+def test_litellm_may_choose_what_the_guard_chose(backend: BackendAddress) -> None:
+    """Under the listed name as under any other; a warm-up has no choice."""
+    left = deployments_left(Attempt(backend))
+    assert [each["model_name"] for each in left] == ["openai/m", "*"]
+    assert {each["litellm_params"]["api_base"] for each in left} == {api_base(backend)}
+    assert deployments_left(None) == DEPLOYMENTS
+
+
+@pytest.mark.parametrize(
+    ("error", "is_unreached"),
+    [(httpx.ConnectError("refused"), True), (httpx.ReadError("reset"), True), (ValueError("other"), False)],
+)
+def test_a_server_that_gave_no_answer_is_told_from_one_that_did(error: Exception, is_unreached: bool) -> None:
+    """Also where the error stands behind LiteLLM's own, and for requests that are passed on as they are."""
+    attempt = Attempt(ONE)
+
+    async def run() -> None:
+        CURRENT_EXCHANGE.set(None)
+        CURRENT_ATTEMPT.set(attempt)
+        failure = RuntimeError("LiteLLM's words")
+        failure.__cause__ = error
+        await hook().raw_body_hook.async_post_call_failure_hook({}, failure, None)
+
+    asyncio.run(run())
+    assert attempt.is_unreached is is_unreached

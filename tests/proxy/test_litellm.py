@@ -14,6 +14,7 @@ import pytest
 
 from kvserve.errors import PortTaken, StartupError
 from kvserve.proxy import litellm
+from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.generate import ProxySettings
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.ownership import identify, is_port_free
@@ -27,7 +28,7 @@ ROOT = HERE.parents[1]
 def make_settings(folder: Path, startup_timeout_seconds: float = 60.0) -> ProxySettings:
     return ProxySettings(
         port=free_port(),
-        backend_url="http://127.0.0.1:9",
+        backends=(BackendAddress("kvserve", "http://127.0.0.1:9"),),
         listed_model_id="openai/m",
         backend_model_id="m",
         state_dir=folder,

@@ -19,7 +19,7 @@ from kvserve.proxy.envelope import pass_through_endpoint, run_while_wanted
 from kvserve.proxy.guard import GuardRules
 from kvserve.proxy.paths import find_route
 from tests.proxy.stubs import KEY, Backend, Client, Script
-from tests.proxy.test_guard import RULES, Inner, call, header, piece, scope_of
+from tests.proxy.test_guard import HERE, RULES, Inner, call, header, piece, scope_of
 
 PATH = "/v1/responses"
 RECORDINGS = Path(__file__).resolve().parents[3] / "shared" / "recordings" / "codex"
@@ -37,7 +37,7 @@ def test_litellm_gets_the_place_of_its_endpoint_and_the_bytes_beside_it() -> Non
     assert sent[0]["status"] == 200 and exchange is None
     assert body == b"{}"
     assert raw in scope["state"].values()
-    assert scope["path"] == pass_through_endpoint("http://x")["path"] + PATH
+    assert scope["path"] == f"{pass_through_endpoint(HERE)['path']}{PATH}"
     headers = dict(scope["headers"])
     assert headers[b"x-session-id"] == b"s-12345678" and headers[b"content-length"] == str(len(body)).encode()
 

@@ -136,6 +136,7 @@ class FakeService:
     turn: type[ScriptedTurn] = ScriptedTurn
     refusal: RequestError | None = None
     is_ready: bool = True
+    is_draining: bool = False
     turns: "queue.Queue[ScriptedTurn]" = field(default_factory=queue.Queue)
     received: list[Turn] = field(default_factory=list)
     defaults: RequestDefaults = RequestDefaults(SamplingParams(), 128, True, None)
@@ -171,7 +172,12 @@ class FakeService:
         return {"request_id": request_id, "key": key}
 
     def health(self) -> tuple[int, JsonObject]:
-        return (200, {"status": "ok"}) if self.is_ready else (503, {"status": "loading"})
+        state = {"draining": self.is_draining, "num_waiting": 0}
+        return (200, {"status": "ok", **state}) if self.is_ready else (503, {"status": "loading", **state})
+
+    def drain(self, *, is_draining: bool) -> JsonObject:
+        self.is_draining = is_draining
+        return {"draining": is_draining, "num_running": 0, "num_waiting": 0}
 
     def count_tokens(self, turn: Turn, served: object) -> int:
         return FINISHED.usage.num_prompt_tokens

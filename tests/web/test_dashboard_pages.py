@@ -167,7 +167,8 @@ def test_the_page_names_its_own_files_only() -> None:
     links.feed((FOLDER / "index.html").read_text("utf-8"))
     assert links.inline == []
     assert {target for target in links.targets if not target.startswith("#")} <= {
-        f"/dashboard/{name}" for name in FILES
+        f"dashboard/{name}"
+        for name in FILES  # from where the page is: also below /backends/NAME/
     }
     assert {path.name for path in FOLDER.iterdir()} == set(FILES)
     for name in set(FILES) - {f"{VENDORED}.LICENSE.txt"}:

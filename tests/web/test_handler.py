@@ -134,7 +134,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         client.send(stream + encode_request("POST", "/v1/chat/completions", CHAT) + encode_request("GET", "/health"))
         assert client.read_response().events[-1] == "[DONE]"
         assert client.read_response().json["object"] == "chat.completion"
-        assert client.read_response().json == {"status": "ok"}
+        assert client.read_response().json["status"] == "ok"
 
 
 def test_the_wish_to_close_is_kept() -> None:

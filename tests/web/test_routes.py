@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvserve.core import KEY_HEADER, ContentDelta, ReasoningDelta, ToolCallBlock, key_digest
+from kvserve.core import KEY_HEADER, NO_KEY, ContentDelta, ReasoningDelta, ToolCallBlock, key_digest
 from kvserve.errors import ContextOverflow
 from tests.calls import spoken
 from tests.web.fakes import CHAT, FINISHED, HELLO, FakeService, serving
@@ -103,7 +103,26 @@ def test_health_says_ready_or_loading() -> None:
     with serving(FakeService(is_ready=False)) as served, served.connect() as client:
         assert client.request("GET", "/health").status == 503
         served.service.is_ready = True
-        assert client.request("GET", "/health").json == {"status": "ok"}
+        assert client.request("GET", "/health").json["status"] == "ok"
+
+
+def test_health_says_whether_the_proxy_is_believed() -> None:
+    """Without its secret a proxy's users would all be one here, and it must know."""
+    with serving(proxy_secret="shared") as served, served.connect() as client:
+        told = [client.request("GET", "/health", None, sent).json["knows_proxy"] for sent in (
+            {}, {KEY_HEADER: f"shared {NO_KEY}"}, {KEY_HEADER: f"other {NO_KEY}"}, {KEY_HEADER: NO_KEY},
+        )]  # fmt: skip
+    assert told == [False, True, False, False]
+
+
+def test_a_server_is_drained_and_taken_back() -> None:
+    """Those who ask for /health see it; anything but a boolean is refused."""
+    with serving() as served, served.connect() as client:
+        for is_draining in (True, False):
+            response = client.request("POST", "/v1/drain", {"draining": is_draining})
+            assert (response.status, response.json["draining"]) == (200, is_draining)
+            assert client.request("GET", "/health").json["draining"] is is_draining
+        assert client.request("POST", "/v1/drain", {"draining": "yes"}).status == 400
 
 
 def test_refusals_come_before_the_stream() -> None:

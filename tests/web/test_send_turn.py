@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from kvserve.core import ContentDelta, GenerationDone, GenerationTiming, TokenDelta
-from kvserve.errors import EngineFailure
+from kvserve.core import BEGIN_HEADER, ContentDelta, GenerationDone, GenerationTiming, TokenDelta
+from kvserve.errors import EngineFailure, NotReady
 from tests.web.fakes import (
     CHAT,
     FINISHED,
@@ -286,3 +286,76 @@ def test_a_client_that_left_is_noticed_with_the_next_word() -> None:
         while not turn.cancelled.wait(0.05):  # until the end of the connection has arrived
             turn.generation.put(TokenDelta(1))
         assert turn.ended.wait(PATIENCE_SECONDS) and eventually(lambda: num_live_threads(served.server) == 0)
+
+
+# --- a head that waits for the first word ----------------------------------------------------------------------------
+
+
+def held_request(seconds: int, path: str = "/v1/chat/completions", body: object = STREAM) -> bytes:
+    return encode_request("POST", path, body, {BEGIN_HEADER: str(seconds)})
+
+
+def test_a_head_waits_for_the_first_word_where_a_proxy_asks_for_it() -> None:
+    """Until then nothing is sent; then all of it comes as it would have."""
+    has_come = threading.Event()
+    with serving(FakeService(script=(has_come, *HELLO))) as served, served.connect() as client:
+        client.send(held_request(60))
+        served.service.turns.get(timeout=PATIENCE_SECONDS)
+        assert not select.select([client.socket], [], [], 0.1)[0]
+        has_come.set()
+        held = client.read_response().events
+        at_once = client.request("POST", "/v1/chat/completions", STREAM).events
+    assert deltas(held) == deltas(at_once)
+
+
+def test_a_head_waits_no_longer_than_asked() -> None:
+    """Then the client gets its sign of life."""
+    with serving(FakeService(script=(None,))) as served, served.connect() as client:
+        started = time.monotonic()
+        client.send(held_request(1))
+        assert client.read_head()[0] == 200 and time.monotonic() - started > 0.9
+        assert b'"role":"assistant"' in client.read_chunk()
+
+
+def test_an_error_before_the_head_has_its_own_status() -> None:
+    """A proxy can ask another server instead, and a client's library can try again."""
+    fails = threading.Event()
+    with serving(FakeService(script=(fails, NotReady("stopped")))) as served, served.connect() as client:
+        client.send(held_request(60))
+        served.service.turns.get(timeout=PATIENCE_SECONDS)
+        fails.set()
+        response = client.read_response()
+        assert (response.status, response.error["message"]) == (503, "stopped")
+
+
+def test_a_client_that_leaves_before_the_head_is_noticed() -> None:
+    """Nothing is computed for it any more."""
+    with serving(FakeService(script=(None,))) as served:
+        client = served.connect()
+        client.send(held_request(60))
+        turn = served.service.turns.get(timeout=PATIENCE_SECONDS)
+        client.close()
+        assert turn.cancelled.wait(PATIENCE_SECONDS)
+
+
+def test_events_keep_their_order_behind_a_head_that_waited() -> None:
+    """Anthropic's stream begins while the prompt is still read."""
+    has_come = threading.Event()
+    body = {"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+    with serving(FakeService(script=(has_come, *HELLO))) as served, served.connect() as client:
+        client.send(held_request(60, "/v1/messages", body))
+        served.service.turns.get(timeout=PATIENCE_SECONDS)
+        assert not select.select([client.socket], [], [], 0.1)[0]
+        has_come.set()
+        lines = client.read_response().body.decode().splitlines()
+    kinds = [json.loads(line[6:])["type"] for line in lines if line.startswith("data: ")]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and kinds.count("message_start") == 1
+
+
+@pytest.mark.parametrize("asked", ["", "-1", "soon", "1.5", "٣"])
+def test_what_is_no_number_of_seconds_holds_nothing_back(asked: str) -> None:
+    """The head goes out at once."""
+    with serving(FakeService(script=(None,))) as served, served.connect() as client:
+        wire = encode_request("POST", "/v1/chat/completions", STREAM, {BEGIN_HEADER: "x"})
+        client.send(wire.replace(b": x\r\n", f": {asked}\r\n".encode()))
+        assert client.read_head()[0] == 200

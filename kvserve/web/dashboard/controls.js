@@ -17,8 +17,8 @@ export async function showModels(health) {
   if (health.status === "loading" || (!isNew && Date.now() - asked < LOOK_AGAIN_MS)) return listModels();
   asked = Date.now();
   try {
-    models = (await askJson("/v1/models")).data;
-    if (!hasClients) showClients(await askJson("/dashboard/clients"));
+    models = (await askJson("v1/models")).data;
+    if (!hasClients) showClients(await askJson("dashboard/clients"));
   } catch {
     asked = Date.now() - LOOK_AGAIN_MS + 2000; // a server that has just begun knows none yet
   }
@@ -39,7 +39,7 @@ function listModels() {
 function createModel(model) {
   const button = make("button", { type: "button", "aria-label": `Load ${modelName(model.id)}` }, "Load");
   button.addEventListener("click", () => during(button, `Loading ${modelName(model.id)}; requests that run are finished first.`, async () => {
-    await askJson("/v1/models/load", { method: "POST", body: { model: model.id } });
+    await askJson("v1/models/load", { method: "POST", body: { model: model.id } });
     return `${modelName(model.id)} is loaded.`;
   }));
   return make("li", { class: "model" }, make("span", { class: "name", title: model.id }, modelName(model.id)), make("span", { class: "soft" }), button);
@@ -61,7 +61,7 @@ at("prewarm").addEventListener("submit", (event) => {
   event.preventDefault();
   during(event.submitter, "Computing; requests come first.", async () => {
     const messages = [{ role: "system", content: at("ahead").value }];
-    const done = await askJson("/v1/cache/prewarm", { method: "POST", body: { model: loaded, messages } });
+    const done = await askJson("v1/cache/prewarm", { method: "POST", body: { model: loaded, messages } });
     return `${count(done.tokens)} tokens are ready: ${count(done.computed)} computed in ${seconds(done.seconds)}, ${count(done.cached)} were there.`;
   });
 });
@@ -71,7 +71,7 @@ at("keep").addEventListener("click", () => at("sure").close());
 at("really").addEventListener("click", () => {
   at("sure").close();
   during(at("clear"), "Clearing.", async () => {
-    await askJson("/v1/cache", { method: "DELETE" });
+    await askJson("v1/cache", { method: "DELETE" });
     return "The cache is empty.";
   });
 });

@@ -12,7 +12,7 @@ import { showSessions } from "./sessions.js";
 async function follow() {
   for (;;) {
     try {
-      const response = await ask("/dashboard/events");
+      const response = await ask("dashboard/events");
       if (response.status === 401) return askForKey();
       if (!response.ok) throw new Error(`the server answers ${response.status}`);
       isLive = true;

@@ -95,7 +95,7 @@ class Timeline {
     const chosen = this.turns[this.chosen]?.request_id;
     const asked = ++this.asked;
     try {
-      const { turns } = await askJson(`/dashboard/sessions/${this.session().id}`);
+      const { turns } = await askJson(`dashboard/sessions/${this.session().id}`);
       if (asked !== this.asked) return; // a later answer came first
       this.turns = turns;
     } catch (error) {
