@@ -76,7 +76,7 @@ class Server:
 
     def __init__(self, launch: Launch, terminal: Terminal) -> None:
         self._launch = launch
-        self._settings = launch.settings
+        self._settings = settings = launch.settings
         self._terminal = terminal
         self._started_at = time.time()
         self._blas = active_blas()
@@ -85,47 +85,43 @@ class Server:
         self._demo: DemoModel | None = None
         self._proxy: LitellmProxy | None = None
         self.watchers: threading.Semaphore = threading.BoundedSemaphore(MAX_WATCHERS)
-        self.observability = Observability(
-            observability_settings(self._settings, launch.disk_cache), terminal, self._look
-        )
-        self._proxy_secret = self._settings.proxy_secret or secrets.token_hex(16)
+        self.observability = Observability(observability_settings(settings, launch.disk_cache), terminal, self._look)
+        self._proxy_secret = settings.proxy_secret or secrets.token_hex(16)
         self._is_draining = False
-        web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
+        web = replace(web_settings(settings), proxy_secret=self._proxy_secret)
         self._server = HttpServer(web, make_router(self), terminal.error)
-        self.defaults = request_defaults(self._settings)
-        self._chat_template = template_file(self._settings.chat_template)
-        self._next_turns = (
-            SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
-        )
-        self._shared = shared_cache(self._settings, launch.disk_cache, terminal.error)
+        self.defaults = request_defaults(settings)
+        self._chat_template = template_file(settings.chat_template)
+        self._next_turns = SpeculativePrefill(self._loaded_as, terminal.error) if settings.warm_next_turn else None
+        self._shared = shared_cache(settings, launch.disk_cache, terminal.error)
         observer = self.observability.observer()
         factory = ModelFactory(
-            settings=self._settings,
+            settings=settings,
             defaults=self.defaults,
-            identity=identity_settings(self._settings),
+            identity=identity_settings(settings),
             observe=self._next_turns.beside(observer) if self._next_turns is not None else observer,
             report=terminal.error,
             note=terminal.note,
-            records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
+            records_dir=settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
-            remote=remote_pictures(self._settings),
+            remote=remote_pictures(settings),
             blas=what_computes(self._blas, launch.environment),
             ranks=launch.ranks,
             on_lost=self.ranks_end.come,
             shared=self._shared,
         )
         callbacks = Callbacks(self._submit, self.observability.refused, terminal.note)
-        self._pool = ModelPool(factory, callbacks, max_waiting=max(1, self._settings.max_queued_requests))
-        self.responses = response_store(self._settings, launch.disk_cache, terminal.error)
+        self._pool = ModelPool(factory, callbacks, max_waiting=max(1, settings.max_queued_requests))
+        self.responses = response_store(settings, launch.disk_cache, terminal.error)
         self._forgetting = Forgetting(
             self._pool,
             self._next_turns,
             self.responses,
             self.observability,
             self._shared,
-            parts_sessions=self._settings.cache_session_partitioning,
+            parts_sessions=settings.cache_session_partitioning,
         )
-        self._agent_store = agent_store(self._settings, launch.disk_cache)
+        self._agent_store = agent_store(settings, launch.disk_cache)
         self.agents = Agents(
             self._agent_store,
             Models(
