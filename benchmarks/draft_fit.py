@@ -19,10 +19,11 @@ from benchmarks.draft_replay import replay, table
 from benchmarks.draft_sessions import halves, read_sessions
 from benchmarks.recordings import shared_folder
 from kvserve.core import Draft
-from kvserve.drafting.acceptance import MAX_COUNTED, chance
+from kvserve.drafting.acceptance import MAX_COUNTED, chance, led_chance
 from kvserve.drafting.text_drafter import TextDrafter
 
 NAMES = ("bias", "length", "share", "places", "against")
+LED_NAMES = ("bias", "length", "along", "replaced", "moved")
 MIN_REACH = 0.02
 """Drafts go on a little longer than usual: what is unlikely is to be known as such."""
 
@@ -30,9 +31,10 @@ NUM_STEPS = 30
 
 
 @contextmanager
-def _watched() -> Iterator[list[tuple[float, ...]]]:
-    """What spoke for each drafted token that was compared within the block, and whether it was right."""
-    rows: list[tuple[float, ...]] = []
+def _watched() -> Iterator[dict[bool, list[tuple[float, ...]]]]:
+    """What spoke for each drafted token that was compared within the block, and whether it was right: of drafts behind
+    what was said in place of a text's tokens (True), and of all others."""
+    rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     spoke: list[tuple[float, ...]] = []
     propose, compare = TextDrafter.propose, TextDrafter._compare
 
@@ -45,14 +47,20 @@ def _watched() -> Iterator[list[tuple[float, ...]]]:
         spoke.append((1.0, log2(longest + 1), share, log2(num_places), log2(against + 1)))
         return chance(base, num_matched, share, num_places, num_against)
 
+    def led(base: float, num_matched: int, num_along: int, *, is_moved: bool) -> float:
+        lengths = (log2(min(number, MAX_COUNTED) + 1) for number in (num_matched, num_along))
+        spoke.append((1.0, *lengths, num_matched == 0, is_moved))
+        return led_chance(base, num_matched, num_along, is_moved=is_moved)
+
     def compared(self: TextDrafter, token: int) -> None:
         draft, place = self._open, self._num_followed
         if draft is not None and place < len(draft.tokens):
-            rows.append((*spoke[place], draft.tokens[place] == token))
+            rows[isinstance(self._open_kind, tuple)].append((*spoke[place], draft.tokens[place] == token))
         compare(self, token)
 
     with (
         patch("kvserve.drafting.text_drafter.chance", weighed),
+        patch("kvserve.drafting.text_drafter.led_chance", led),
         patch("kvserve.drafting.text_drafter.MIN_REACH", MIN_REACH),
         patch.object(TextDrafter, "propose", proposed),
         patch.object(TextDrafter, "_compare", compared),
@@ -83,10 +91,11 @@ def main() -> int:
     choosing, _ = halves(list(read_sessions(shared)))
     with _watched() as rows:
         tallies = replay(choosing)
-    weights, loss = fitted(rows)
     print("\n".join(table(tallies.values())))
-    print(", ".join(f"{name} {weight:.2f}" for name, weight in zip(NAMES, weights, strict=True)))
-    print(f"{len(rows):,} tokens compared, log loss {loss:.4f}")
+    for is_led, names in ((False, NAMES), (True, LED_NAMES)):
+        weights, loss = fitted(rows[is_led])
+        print(", ".join(f"{name} {weight:.2f}" for name, weight in zip(names, weights, strict=True)))
+        print(f"{len(rows[is_led]):,} tokens compared, log loss {loss:.4f}")
     return 0
 
 

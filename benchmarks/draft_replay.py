@@ -48,14 +48,14 @@ _LENGTH = 1
 """Passes are taken to cost the same at any length of the row."""
 
 
-def _measured() -> PassCosts:
+def _measured_costs() -> PassCosts:
     costs = PassCosts()
     for width, seconds in SECONDS_BY_WIDTH.items():
         costs.note(width, _LENGTH, seconds)
     return costs
 
 
-_COSTS = _measured()
+_COSTS = _measured_costs()
 
 
 @dataclass(slots=True)

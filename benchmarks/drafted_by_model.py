@@ -77,13 +77,21 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """Tokens of a second turn's prompt that the target found behind a SIGKILL, and those that its draft model did."""
+
+    num_found_by_target: int
+    num_found: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The answers of a pair, what drafts were in them, and what the second turn behind a SIGKILL found."""
 
     pair: DraftPair
     answers: tuple[Pair, ...]
     drafts: Counts
-    restarted: Counts
+    restarted: Restarted
 
 
 # --- the pairs --------------------------------------------------------------------------------------------------------
@@ -160,13 +168,15 @@ def counts_of(port: int) -> Counts:
     )
 
 
-def asked(port: int, messages: Sequence[Mapping[str, str]], num_tokens: int, *, is_drafted: bool) -> Told:
-    """One sampled answer, the same words whether drafted or not but for a near tie."""
+def asked(
+    port: int, messages: Sequence[Mapping[str, str]], num_tokens: int, *, is_drafted: bool
+) -> tuple[Told, dict[str, Any]]:
+    """One sampled answer with its usage, the same words whether drafted or not but for a near tie."""
     field = {} if is_drafted else {"speculation": False}
     with Client(port) as client:
         stream = client.send({"messages": list(messages), "max_tokens": num_tokens, **SAMPLED, **field})
         client.run_until(lambda: stream.ended_at is not None)
-    return told_by(stream)
+    return told_by(stream), stream.usage()
 
 
 def measured(pair: DraftPair, library: Path | None, num_rounds: int) -> Measured:
@@ -180,7 +190,7 @@ def measured(pair: DraftPair, library: Path | None, num_rounds: int) -> Measured
 
         def ask_one(some: Sequence[Prompt], is_drafted: bool) -> tuple[Told, ...]:
             forget_all(server.port)
-            return (asked(server.port, some[0].messages, some[0].max_tokens, is_drafted=is_drafted),)
+            return (asked(server.port, some[0].messages, some[0].max_tokens, is_drafted=is_drafted)[0],)
 
         for is_drafted in (False, True):
             ask_one(prompts[:1], is_drafted)
@@ -194,17 +204,18 @@ def measured(pair: DraftPair, library: Path | None, num_rounds: int) -> Measured
         return Measured(pair, tuple(answers), drafts, _restarted(server, prompts[0]))
 
 
-def _restarted(server: TalkingServer, prompt: Prompt) -> Counts:
-    """What the draft model finds of a first turn in the second one, behind a SIGKILL."""
+def _restarted(server: TalkingServer, prompt: Prompt) -> Restarted:
+    """What both models find of a first turn in the second one, behind a SIGKILL."""
     forget_all(server.port)
-    told = asked(server.port, prompt.messages, prompt.max_tokens, is_drafted=True)
+    told, _ = asked(server.port, prompt.messages, prompt.max_tokens, is_drafted=True)
     settle(server.port)
     server.kill_and_start()
     before = counts_of(server.port)
     said = [{"role": "assistant", "content": told.text}, {"role": "user", "content": "Go on with that."}]
-    asked(server.port, [*prompt.messages, *said], prompt.max_tokens, is_drafted=True)
+    _, usage = asked(server.port, [*prompt.messages, *said], prompt.max_tokens, is_drafted=True)
     settle(server.port)
-    return counts_of(server.port).since(before)
+    found_by_target = usage["prompt_tokens_details"]["cached_tokens"]
+    return Restarted(found_by_target, counts_of(server.port).since(before).num_cached)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -230,11 +241,11 @@ def _figures(each: Measured) -> Iterator[Figure]:
     num_same = sum(pair.plain[0].text == pair.drafted[0].text for pair in each.answers)
     yield _figure(f"{name}: answers with the same text", [num_same / len(each.answers)], None, "near ties part them")
     again = each.restarted
-    num_needed = again.num_cached + again.num_computed
-    if num_needed:
-        found = f"{again.num_cached:,} of {num_needed:,} tokens found, the rest computed"
+    if each.pair.is_led or again.num_found:
+        found = f"{again.num_found:,} tokens found by it, {again.num_found_by_target:,} by the target"
+        ratio = again.num_found / max(again.num_found_by_target, 1)
         bound = WARM if each.pair.is_led else None
-        yield _figure(f"{name}: warm behind a SIGKILL", [again.num_cached / num_needed], bound, found)
+        yield _figure(f"{name}: found behind a SIGKILL, draft model : target", [ratio], bound, found)
 
 
 def _figure(name: str, rounds: Sequence[float], bound: Bound | None, absolute: str) -> Figure:

@@ -1,7 +1,7 @@
 """What speculation brings on the demo's model that talks: thirty prompts, plain and drafted in turn on one server.
 
     python -m benchmarks.speculation [--blas auto|off|FILE] [--rounds N] [--save]
-                                     [--prompts] [--families] [--nothing-drafted] [--draft-model]
+                                     [--prompts] [--kind KIND] [--families] [--nothing-drafted] [--draft-model]
 
 Edits, copies, extractions and prose, alone and four at once, greedily: tokens per second drafted : plain, tokens a
 step, and whether both say the same. Then led drafts on random models as deep (`drafted_families.py`), what it costs
@@ -157,12 +157,13 @@ def run(num_rounds: int) -> list[Figure]:
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def prompts_part(library: Path | None, num_rounds: int) -> tuple[str, list[Figure], Wanted]:
-    """Text, figures, and what drafts were in edits. Raises BenchmarkError without the model."""
+def prompts_part(library: Path | None, num_rounds: int, kind: str | None) -> tuple[str, list[Figure], Wanted]:
+    """Text, figures, and what drafts were in edits; of one kind or of all. Raises BenchmarkError without the model."""
     model = talking_model("float32" if library is not None else "4-bit")
     if model is None:
         raise BenchmarkError("there is nothing to measure with: the model cannot be fetched")
-    pairs, texts = answered(model, library, read_prompts(), num_rounds)
+    prompts = [prompt for prompt in read_prompts() if kind in (None, prompt.kind)]
+    pairs, texts = answered(model, library, prompts, num_rounds)
     found = figures(pairs, texts, is_fast=library is not None)
     text = "\n\n".join([markdown_table(found), table(pairs), *told(texts)])
     return text, found, wanted_of([pair for pair in pairs if pair.kind == "edit"])
@@ -193,13 +194,15 @@ def with_section(text: str, title: str, body: str) -> str:
 def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     library = fast_library(given.blas)
-    is_whole = not (given.prompts or given.families or given.nothing_drafted or given.draft_model)
+    has_prompts = given.prompts or given.kind is not None
+    is_whole = not (has_prompts or given.families or given.nothing_drafted or given.draft_model)
     found: list[Figure] = []
     wanted = OF_EDITS
     try:
-        if given.prompts or is_whole:
-            with _section("Prompts of real text", given, library) as lines:
-                text, some, wanted = prompts_part(library, given.rounds or 1)
+        if has_prompts or is_whole:
+            title = "Prompts of real text" if given.kind is None else f"Prompts of one kind: {given.kind}"
+            with _section(title, given, library) as lines:
+                text, some, wanted = prompts_part(library, given.rounds or 1, given.kind)
                 lines.append(text)
             found += some
         if given.families or is_whole:
@@ -244,6 +247,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.speculation", description="What speculation brings.")
     parser.add_argument("--blas", default="auto", metavar="FILE", help="auto, off (the wheel's), or a library's file")
     parser.add_argument("--prompts", action="store_true", help="the thirty prompts only, half an hour a round")
+    parser.add_argument("--kind", choices=sorted(BENCH_PROMPTS), help="the prompts of that kind only")
     parser.add_argument("--families", action="store_true", help="a hybrid and a model with windows, led, only")
     parser.add_argument("--nothing-drafted", action="store_true", help="what it costs where nothing is drafted only")
     parser.add_argument("--draft-model", action="store_true", help="what a draft model brings only")
@@ -260,6 +264,7 @@ def _command(given: argparse.Namespace) -> str:
     """What was called, without where a library lies."""
     names = ("prompts", "families", "nothing_drafted", "draft_model")
     parts = [f"--{name.replace('_', '-')}" for name in names if getattr(given, name)]
+    parts += [f"--kind {given.kind}"] if given.kind else []
     parts += [f"--rounds {given.rounds}"] if given.rounds else []
     return " ".join(["python -m benchmarks.speculation", *parts])
 

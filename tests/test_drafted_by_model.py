@@ -12,6 +12,7 @@ from benchmarks.drafted_by_model import (
     Counts,
     DraftPair,
     Measured,
+    Restarted,
     figures,
     first_layers,
     read_weights,
@@ -40,10 +41,10 @@ def test_a_silenced_target_says_what_its_first_layers_say(tmp_path: Path) -> Non
     assert not mx.allclose(_logits(few), _logits(model), atol=1e-2), "the others would say nothing anyway"
 
 
-def test_what_is_found_behind_a_kill_counts_among_what_was_needed() -> None:
+def test_what_is_found_behind_a_kill_counts_beside_what_the_target_found() -> None:
     told = Told("x" * 101, "stop", Arrived(tuple((number / 10, 1) for number in range(101)), 101))
     answers = (Pair((Prompt("prose", "a", "s", "u"),), (told,), (told,)),)
-    drafts, again = Counts(50, 40, 0, 0, True), Counts(0, 0, 90, 10, True)
+    drafts, again = Counts(50, 40, 0, 0, True), Restarted(100, 90)
     rows = figures([Measured(DraftPair("led", Path("a"), Path("b"), is_led=True), answers, drafts, again)])
     assert [(row.value, row.is_missed) for row in rows if "SIGKILL" in row.name] == [(0.9, True)]
     assert rows[0].absolute == "50 tokens drafted by it, 80% accepted; it is used"

@@ -2,16 +2,18 @@
 answer itself, what else its reader's models read and wrote. It knows tokens and indexes, not whose they are.
 
 After SuffixDecoding (arXiv 2411.04975): the places with the longest matches vote for the next token, those that go on
-with it vote for the one behind it. Every draft is looked up afresh, so it depends on the tokens and on what became of
-the drafts before, and not on how the tokens came.
+with it vote for the one behind it. Where nothing matches, the text that the last draft came from goes on behind what
+was said in place of its tokens (`alignment.py`). A draft depends on the tokens and on what became of the drafts before,
+and not on how the tokens came.
 """
 
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvserve.core.drafting import Draft, DraftSource
-from kvserve.drafting.acceptance import ANSWER_RATE, Acceptance, base_logit, chance
+from kvserve.core.drafting import Draft
+from kvserve.drafting.acceptance import ANSWER_RATE, Acceptance, Kind, base_logit, chance, led_chance, led_logit
+from kvserve.drafting.alignment import Alignment, Text
 from kvserve.drafting.kept_text import NO_WORDS, KeptText
 from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
 
@@ -27,7 +29,7 @@ class _Match(NamedTuple):
     """Where the last tokens of the answer stood before: `tokens[next]` came behind them."""
 
     num_matched: int
-    source: DraftSource
+    text: Text
     tokens: array[int]
     next: int
 
@@ -71,12 +73,15 @@ class TextDrafter:
         self._answer = TextIndex(before)
         # behind the prompt's end, where it begins; and wherever a few of its tokens come again
         self._prediction = TextIndex([*before, *prediction] if prediction else ())
-        self._offcut = offcut
+        self._of_client, self._of_offcut = Text("prediction", self._prediction), Text("records", offcut)
+        self._of_answer, self._of_prompt = Text("conversation", self._answer), Text("conversation", conversation)
         self._records = tuple(records)
         self._fared = Acceptance() if acceptance is None else acceptance
         self._fared_here = Acceptance(ANSWER_RATE)
         self._open: Draft | None = None
+        self._open_kind: Kind = "conversation"
         self._num_followed = 0  # of the open draft
+        self._along: Alignment | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +99,10 @@ class TextDrafter:
         """Take these in as the answer's next tokens; what was drafted for them was right or not, tried or not."""
         for token in tokens:
             self._compare(token)
+            if self._along is not None:
+                self._along.follow(token)
+                if self._along.is_over:
+                    self._along = None
             self._answer.append(token)
 
     def _compare(self, token: int) -> None:
@@ -102,7 +111,7 @@ class TextDrafter:
             return
         is_right = draft.tokens[place] == token
         for fared in (self._fared, self._fared_here):
-            fared.learn(draft.source, draft.chances[place], is_right)
+            fared.learn(self._open_kind, draft.chances[place], is_right)
         self._num_followed = place + 1
         if not is_right:
             self._open = None
@@ -112,11 +121,21 @@ class TextDrafter:
         source which fared badly can come back."""
 
     def propose(self, max_num_tokens: int) -> Draft | None:
-        """What followed the longest matches, as far as it is likely at all."""
-        voters = self._places()
-        draft = self._voted(voters, max_num_tokens) if voters else None
+        """What followed the longest matches, or how the text goes on that the answer went along with, as far as it is
+        likely at all."""
+        if voters := self._places():
+            self._go_along(voters[0])
+            draft = self._voted(voters, max_num_tokens)
+            self._open_kind = draft.source if draft is not None else self._open_kind
+        else:
+            draft = self._led(self._along, max_num_tokens) if self._along is not None else None
         self._open, self._num_followed = draft, 0
         return draft
+
+    def _go_along(self, match: _Match) -> None:
+        along = self._along
+        if along is None or along.others or along.next != match.next or along.text.indexed is not match.text.indexed:
+            self._along = Alignment(match.text, match.next, match.num_matched)
 
     def _places(self) -> list[_Match]:
         """Where the answer's last tokens stood before, the longest matches first, of equals the nearer text's."""
@@ -124,25 +143,25 @@ class TextDrafter:
         if len(tail) < NGRAM_TOKENS:
             return []
         found: list[_Match] = []
-        _look_up(tail, "prediction", self._prediction, found)
-        _look_up(tail, "conversation", self._answer, found, start=self._num_before - self._num_both)
-        _look_up(tail, "conversation", self.conversation, found, stop=len(self.conversation) - self._num_both)
-        _look_up(tail, "records", self._offcut, found)
-        for text, start in self._records:
-            _look_up(tail, "records", text.index, found, start)
+        _look_up(tail, self._of_client, found)
+        _look_up(tail, self._of_answer, found, start=self._num_before - self._num_both)
+        _look_up(tail, self._of_prompt, found, stop=len(self.conversation) - self._num_both)
+        _look_up(tail, self._of_offcut, found)
+        for record, start in self._records:
+            _look_up(tail, Text("records", record.index, record), found, start)
         found.sort(key=_by_length, reverse=True)
         return found[:MAX_VOTERS]
 
     def _voted(self, voters: list[_Match], max_num_tokens: int) -> Draft | None:
         tokens: list[int] = []
         chances: list[float] = []
-        source, base, reached = voters[0].source, 0.0, 1.0
+        source, base, reached = voters[0].text.source, 0.0, 1.0
         for depth in range(max_num_tokens):
             if not voters:
                 break
             elected = _elected(voters, depth)
             if depth == 0:
-                source = elected.voters[0].source
+                source = elected.voters[0].text.source
                 base = base_logit(source, self._fared, self._fared_here)
             likely = elected.chance(base, depth)
             reached *= likely
@@ -153,6 +172,22 @@ class TextDrafter:
             voters = [each for each in elected.voters if each.next + depth + 1 < len(each.tokens)]
         return Draft(tuple(tokens), tuple(chances), source) if tokens else None
 
+    def _led(self, along: Alignment, max_num_tokens: int) -> Draft | None:
+        if (guess := along.guess()) is None:
+            return None
+        chances: list[float] = []
+        source, reached = along.text.source, 1.0
+        base = led_logit(source, self._fared, self._fared_here)
+        tokens = along.text.indexed.tokens[guess.next : guess.next + max_num_tokens]
+        for num_matched in range(guess.num_matched, guess.num_matched + len(tokens)):
+            likely = led_chance(base, num_matched, along.num_along, is_moved=guess.is_moved)
+            reached *= likely
+            if reached < MIN_REACH:
+                break
+            chances.append(likely)
+        self._open_kind = source, "led"
+        return Draft(tuple(tokens[: len(chances)]), tuple(chances), source) if chances else None
+
 
 def _by_length(place: _Match) -> int:
     return place.num_matched
@@ -160,14 +195,13 @@ def _by_length(place: _Match) -> int:
 
 def _look_up(
     tail: array[int],
-    source: DraftSource,
-    index: TextIndex,
+    text: Text,
     found: list[_Match],
     start: int = 0,
     stop: int | None = None,
 ) -> None:
     """Add the newest places of a text, in [start, stop), where the tail's end stands and something follows."""
-    tokens = index.tokens
+    index, tokens = text.indexed, text.indexed.tokens
     last = len(tokens) - 1
     stop = last if stop is None else min(stop, last)
     num_looked_at = 0
@@ -175,7 +209,7 @@ def _look_up(
         if end < start:
             break
         if end < stop:
-            found.append(_Match(_num_matched(tail, tokens, end), source, tokens, end + 1))
+            found.append(_Match(_num_matched(tail, tokens, end), text, tokens, end + 1))
             num_looked_at += 1
             if num_looked_at == MAX_PLACES:
                 break

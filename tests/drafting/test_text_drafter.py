@@ -1,6 +1,7 @@
 """What is drafted for an answer: what followed the longest matches, whatever the cuts in which the answer came."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import Draft
 from kvserve.drafting.acceptance import Acceptance
+from kvserve.drafting.alignment import MAX_OTHERS, Alignment
 from kvserve.drafting.kept_text import KeptText, TextOwner
 from kvserve.drafting.text_drafter import MAX_PLACES, MAX_VOTERS, TextDrafter
 from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
@@ -181,12 +183,86 @@ def test_how_drafts_fared_is_known_to_the_readers_next_answer_alone() -> None:
     assert begin(reader) < begin(None) == begin(Acceptance())
 
 
+def _behind_other_words(num_along: int, others: Sequence[int], num_left: int, num_met: int) -> Sequence[int]:
+    """What is drafted where a copy says these in place of `num_left` tokens and then met so many of the text again."""
+    drafter = _drafter([*COPIED, 1])
+    drafter.follow(COPIED[:num_along])
+    assert drafter.propose(1) is not None
+    again = num_along + num_left
+    drafter.follow([*others, *COPIED[again : again + num_met]])
+    draft = drafter.propose(4)
+    return draft.tokens if draft is not None else ()
+
+
+OTHERS = st.lists(st.integers(900, 903), min_size=1, max_size=3)
+
+
+@settings(max_examples=num_examples(60), deadline=None)
+@given(num_along=st.integers(3, 40), others=OTHERS, num_left=st.integers(0, 3), num_met=st.integers(1, 2))
+def test_a_copy_goes_on_behind_other_words(num_along: int, others: list[int], num_left: int, num_met: int) -> None:
+    """The step behind a replaced token has the text's next one as its draft, and the first step that met a token of the
+    text again, where more or fewer came than were left out."""
+    assert _behind_other_words(num_along, others[:1], 1, 0)[0] == COPIED[num_along + 1]
+    drafted = _behind_other_words(num_along, others, num_left, num_met)
+    assert drafted and [*drafted] == COPIED[num_along + num_left + num_met :][: len(drafted)]
+
+
+def test_words_of_its_own_are_no_copy() -> None:
+    """Neither while nothing of the text comes again, nor behind too many of them."""
+    assert not _behind_other_words(20, [900, 901], 2, 0)
+    assert _behind_other_words(20, [*range(900, 900 + MAX_OTHERS - 1)], MAX_OTHERS - 1, 1)
+    assert not _behind_other_words(20, [*range(900, 900 + MAX_OTHERS)], MAX_OTHERS, 1)
+
+
+def _num_steps(answer: Sequence[int]) -> int:
+    """So many passes a copy takes whose drafts are all tried."""
+    drafter, num_steps = _drafter([*COPIED, 1]), 0
+    while len(drafter.answer) < len(answer):
+        draft, rest = drafter.propose(4), answer[len(drafter.answer) :]
+        pairs = zip(draft.tokens if draft is not None else (), rest, strict=False)
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        drafter.follow(rest[: num_right + 1])
+        num_steps += 1
+    return num_steps
+
+
+def test_a_copy_with_every_sixth_token_replaced_takes_two_steps_for_six() -> None:
+    """One behind the other word, and the rest; at the beginning three tokens have to match."""
+    answer = [900 + place if place % 6 == 5 else token for place, token in enumerate(COPIED)]
+    assert _num_steps(answer) <= 3 + 2 * len(answer) // 6
+
+
+def test_a_text_that_is_left_at_another_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without the text that a copy went along with, three tokens have to match again."""
+    monkeypatch.setattr(Alignment, "guess", lambda _: None)
+    with pytest.raises(AssertionError):
+        test_a_copy_with_every_sixth_token_replaced_takes_two_steps_for_six()
+    with pytest.raises((AssertionError, IndexError)):
+        _behind_other_words(9, [900], 1, 0)[0]
+
+
+def test_other_words_that_end_a_copy_say_nothing_of_matches() -> None:
+    """Texts that never go on behind another word become unlikely to, and as likely as before where tokens match."""
+    drafter = _drafter([*range(100, 400)])
+    matched, led = [], []
+    for place in range(100, 300, 10):
+        drafter.follow([1000 + place, *range(place, place + 3)])
+        matched.append(_fared(drafter.propose(1)))
+        drafter.follow([place + 3, 2000 + place])
+        led.append(_fared(drafter.propose(1)))
+    assert led[-1] < 0.9 * led[0]
+    assert matched[-1] > matched[0]
+
+
 def test_a_text_that_is_gone_is_drafted_from_no_more() -> None:
-    """At once, also in an answer that began before."""
-    record = _record([6, 7, 8, 20, 21])
+    """At once, also in an answer that began before, and went along with it."""
+    record = _record([6, 7, 8, 20, 21, 22])
     drafter = TextDrafter([1], TextIndex([1]), records=[(record, 0)])
     drafter.follow([6, 7, 8])
     assert drafter.propose(4) is not None
+    drafter.follow([30])
+    draft = drafter.propose(4)
+    assert draft is not None and (draft.source, draft.tokens[0]) == ("records", 21)
     record.drop()
     assert drafter.propose(4) is None
 
