@@ -18,6 +18,7 @@ import llguidance
 from kvserve.app.catalogue import ModelSource
 from kvserve.app.draft_choice import all_weight_file_bytes, draft_folder
 from kvserve.app.learned_template import LearnedTemplate, learn_template
+from kvserve.app.shared_tier import why_records_stay
 from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 from kvserve.cache.shared_cache import SharedCache
 from kvserve.config import DiskMode, Settings
@@ -33,6 +34,7 @@ from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
+from kvserve.identity.shared_records import SharedRecords
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +42,7 @@ from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import Observer
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
+from kvserve.sessions.shared_row import secret_key
 from kvserve.sessions.stores import StoreLimits
 from kvserve.warming.prewarming import UNKNOWN_TOKEN, warm_learned
 
@@ -239,12 +242,21 @@ class ModelFactory:
             with self.opening:
                 if conversations.archive_folder is None:
                     conversations.attach(self._archive(records_dir, source, fingerprint))
+                conversations.shared = self._shared_records(source, fingerprint)
 
         def part() -> None:
             with self.opening:
                 self._part(conversations)
 
         engine.digest.when_known(attach, otherwise=part)
+
+    def _shared_records(self, source: ModelSource, fingerprint: str) -> SharedRecords | None:
+        """What other servers know of the model's conversations, where records travel (`why_records_stay`)."""
+        if self.shared is None or why_records_stay(self.settings) is not None:
+            return None
+        given, secret = source.chat_template, secret_key(self.settings.proxy_secret or "")
+        fingerprint = records_fingerprint(fingerprint, given.source if given is not None else None)
+        return SharedRecords(self.shared.rows, self.shared.open_records(fingerprint, secret), secret)
 
     def _part(self, conversations: Conversations) -> None:
         """Conversations begin anew without their file, which is nobody's then."""

@@ -11,17 +11,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvserve.app.catalogue import Catalogue, Listing, ModelSource
 from kvserve.app.model_factory import ModelFactory
 from kvserve.app.model_swap import KnownModel, ModelSwap, Swap
-from kvserve.core import JsonObject, Turn
+from kvserve.core import Turn
 from kvserve.core.keeping import Scope
 from kvserve.engine.engine_settings import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
-from kvserve.observe.reports import memory_body
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress
 from kvserve.requests.prompt_of_turn import without_images
 from kvserve.requests.request_facts import RunningFacts
@@ -368,33 +367,3 @@ def _facts(ticket: _Ticket, now: float) -> RunningFacts:
         num_prompt_tokens=ticket.num_prompt_tokens,
         seconds=now - ticket.since,
     )
-
-
-def engine_fields(pool: ModelPoolStatus, *, default_name: str) -> JsonObject:
-    """What GET /health says of models and rows. `swapping`: another model is loading, requests wait and are served."""
-    engine = pool.engine
-    support = engine.cache_support if engine is not None else None
-    is_ready = pool.loaded is not None and engine is not None and engine.state == "ready"
-    state: str = "loading" if engine is None else engine.state
-    if not is_ready and pool.loading is not None and pool.has_served:
-        state = "swapping"
-    return {
-        "status": "ok" if is_ready else state,
-        "model": pool.loaded.name if pool.loaded is not None else pool.loading or default_name,
-        "num_running": engine.num_prefilling + engine.num_decoding if engine else 0,
-        "num_prefilling": engine.num_prefilling if engine else 0,
-        "num_decoding": engine.num_decoding if engine else 0,
-        "num_waiting": (engine.num_waiting if engine else 0) + pool.num_waiting,
-        "num_waiting_for_model": pool.num_waiting,
-        "num_swaps": pool.num_swaps,
-        "last_swap": asdict(pool.last_swap) if pool.last_swap is not None else None,
-        "active_memory_bytes": engine.active_memory_bytes if engine else 0,
-        "ram_bytes": engine.held_bytes[0] if engine else 0,
-        "disk_bytes": engine.held_bytes[1] if engine else 0,
-        "is_batched": support.can_batch if support else None,
-        "is_prefix_cached": support.can_keep if support else None,
-        "images": support.image_rule if support else None,
-        "weights": asdict(engine.digest) if engine else None,
-        "draft_model": asdict(engine.draft_model) if engine and engine.draft_model is not None else None,
-        "memory": memory_body(engine.memory) if engine and engine.memory is not None else None,
-    }

@@ -7,14 +7,14 @@ terminal and `proxy/`, and imports neither the engine nor a web server.
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import httpx
 from rich.console import Console
 
 from kvserve.app.proxy_wiring import access_warnings, named_backends, proxy_settings, proxy_url, started_proxy
-from kvserve.config import Launch, load_launch
+from kvserve.config import Launch, Settings, load_launch
 from kvserve.core import KEY_HEADER, NO_KEY, JsonObject
 from kvserve.errors import KvserveError, SettingError, StartupError
 from kvserve.observe.terminal import Terminal
@@ -94,8 +94,8 @@ class ProxyAlone:
         return None
 
     @property
-    def _secret(self) -> str:
-        return self._settings.proxy_secret or ""
+    def _secret(self) -> str | None:
+        return self._settings.proxy_secret
 
     def _tell(self, said: Mapping[str, JsonObject], models: set[str]) -> None:
         for backend in self._backends:
@@ -111,9 +111,10 @@ class ProxyAlone:
             self._terminal.note(f"Warning: the servers have different models: {', '.join(sorted(models))}.")
 
 
-def health_of(backend: BackendAddress, secret: str) -> JsonObject | None:
-    """What GET /health says there, whatever its status; None without an answer."""
-    headers = {KEY_HEADER: f"{secret} {NO_KEY}"}
+def health_of(backend: BackendAddress, secret: str | None) -> JsonObject | None:
+    """What GET /health says there, whatever its status; None without an answer. No secret is told where there is
+    none."""
+    headers = {KEY_HEADER: f"{secret} {NO_KEY}"} if secret else {}
     try:
         response = httpx.get(f"{backend.base}/health", headers=headers, timeout=_PATIENCE_SECONDS, trust_env=False)
         body = response.json()
@@ -148,16 +149,23 @@ def _launch(argv: Sequence[str]) -> Launch:
     """The settings, once what they name can be used. Raises StartupError."""
     launch = load_launch(("--no-proxy", *argv))
     settings = launch.settings
+    refuse_unusable_settings(settings)
+    refuse_foreign_holder(
+        settings.proxy_host, settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port)
+    )
+    return launch
+
+
+def refuse_unusable_settings(settings: Settings, told: Collection[str] = ()) -> None:
+    """Raises StartupError for the first setting of a proxy that is missing or leads nowhere; those that were `told` are
+    not looked at."""
     if not settings.backends:
         raise SettingError("BACKENDS", "", "the servers to stand in front of, such as http://a:8080,http://b:8080")
     if settings.proxy_secret is None:
         raise SettingError(
             "PROXY_SECRET", "", "the secret that the servers of BACKENDS have too, 16 characters or more"
         )
-    own = {name: getattr(settings, name) for name in ("proxy_host", "proxy_port", "state_dir")}
+    names = {"proxy_host", "proxy_port", "state_dir"}.difference(told)
+    own = {name: getattr(settings, name) for name in names}
     refuse_unusable_start(own, demo=None, with_proxy=True, writes_kv=False)
     refuse_unusable_keys(settings.api_keys_file)
-    refuse_foreign_holder(
-        settings.proxy_host, settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port)
-    )
-    return launch

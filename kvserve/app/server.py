@@ -18,12 +18,13 @@ from kvserve.app.banner import Surroundings, banner_facts
 from kvserve.app.blas import active_blas, what_computes
 from kvserve.app.catalogue import ModelSource
 from kvserve.app.demo_model import DemoModel, demo_model
+from kvserve.app.engine_fields import engine_fields
 from kvserve.app.forget_owner import Forgetting
 from kvserve.app.model_factory import ModelFactory
-from kvserve.app.model_pool import Callbacks, ModelPool, engine_fields
+from kvserve.app.model_pool import Callbacks, ModelPool
 from kvserve.app.proxy_wiring import own_backend, proxy_settings, proxy_url, started_proxy, url_host
 from kvserve.app.ranks_end import RanksEnd
-from kvserve.app.shared_tier import shared_cache
+from kvserve.app.shared_tier import shared_cache, why_records_stay
 from kvserve.app.wiring import (
     agent_store,
     catalogue,
@@ -45,7 +46,7 @@ from kvserve.engine.warming import Warming
 from kvserve.errors import ModelLoadError, NotFound, NotReady, RequestError
 from kvserve.observe.dashboard import Look
 from kvserve.observe.observability import Observability
-from kvserve.observe.reports import cache_body, image_fields, memory_body
+from kvserve.observe.reports import cache_body, image_fields, memory_body, ranks_body
 from kvserve.observe.terminal import BannerFacts, Terminal, size_text
 from kvserve.protocols.model_cards import ModelCard
 from kvserve.proxy.litellm import LitellmProxy
@@ -154,6 +155,8 @@ class Server:
             return
         if self._shared is not None:  # what it hears to forget takes a model that is loaded
             self._shared.start(self._forgetting.hear)
+            if (reason := why_records_stay(self._settings)) is not None:
+                self._terminal.note(f"Only KV travels through the shared cache, no records of conversations: {reason}.")
         self._terminal.ready("kvserve", self._url)
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
@@ -321,8 +324,9 @@ class Server:
         served = self._pool.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
         body = cache_body(report, totals, self.observability.num_rejections, self.observability.speculation())
-        memory = served.engine.status.memory
-        body = {**body, "memory": memory_body(memory) if memory is not None else None}
+        status = served.engine.status
+        memory = memory_body(status.memory) if status.memory is not None else None
+        body = {**body, "memory": memory, "ranks": ranks_body(status.ranks)}
         return {**body, **image_fields(served.engine.image_report())}
 
     def _look(self) -> Look:

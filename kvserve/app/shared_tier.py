@@ -32,6 +32,16 @@ def shared_cache(settings: Settings, mode: DiskMode, report: Callable[[str], Non
     return SharedCache(server, seconds, partial(_read_place, file), partial(_write_place, file))
 
 
+def why_records_stay(settings: Settings) -> str | None:
+    """Why what a model wrote in a conversation is known to no other server: the words that a start says; None where it
+    travels."""
+    if not settings.cache_session_partitioning:
+        return "CACHE_SESSION_PARTITIONING=false keeps no session's apart"
+    if settings.proxy_secret is None:
+        return "without PROXY_SECRET nobody can tell whose they are; give all servers the same"
+    return None
+
+
 def _read_place(file: Path) -> str | None:
     """Up to where others' forgetting was heard; None where that was never, or is not known."""
     try:

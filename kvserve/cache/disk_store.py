@@ -36,6 +36,9 @@ HELD_SECONDS = 30.0
 
 FIRST_READ_BYTES = 65536
 
+FOLDER_TRIES = 20
+"""So often a folder is made that others remove because it is empty: each of them does so once in half a minute."""
+
 NUM_PIECES = 8
 MIN_PIECE_BYTES = 2**20
 """A blob is read in so many pieces, or fewer larger ones: the interpreter's lock is handed over for each."""
@@ -81,11 +84,28 @@ class FolderStore:
         self._num_written = 0
         self._has_lock = False
         self._patient_from = 0.0
-        for folder in (root, root / model):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_owner(folder)
-        if stat.S_IMODE((root / model).stat().st_mode) != 0o700:  # a read-only volume refuses even the same mode
-            (root / model).chmod(0o700)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(root)
+        self._in_folder(self._owned)
+
+    def _in_folder[T](self, work: Callable[[Path], T]) -> T:
+        """Do this in our folder, which another server may remove at any moment as long as it is empty. Raises
+        OSError."""
+        folder, num_left = self._root / self._model, FOLDER_TRIES
+        while True:
+            num_left -= 1
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                return work(folder)
+            except (FileNotFoundError, FileExistsError):  # the second is what `mkdir` says of a folder that is gone
+                if not num_left or (folder.exists() and not folder.is_dir()):
+                    raise
+
+    @staticmethod
+    def _owned(folder: Path) -> None:
+        check_owner(folder)
+        if stat.S_IMODE(folder.stat().st_mode) != 0o700:  # a read-only volume refuses even the same mode
+            folder.chmod(0o700)
 
     @property
     def place(self) -> str:
@@ -134,10 +154,10 @@ class FolderStore:
         """Write a file, sync it, then rename it to its name; returns its bytes. Raises OSError."""
         self._num_written += 1
         scratch = self._root / self._model / f"{name}.{os.getpid()}.{self._num_written}{SCRATCH_SUFFIX}"
-        scratch.parent.mkdir(mode=0o700, exist_ok=True)  # another server may have removed it, as it was empty
+        # A network share allows a shared lock only on a file that is open for reading.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
-            # A network share allows a shared lock only on a file that is open for reading.
-            with _opened(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+            with _closing(self._in_folder(lambda _: os.open(scratch, flags, 0o600))) as descriptor:
                 try_lock(descriptor, fcntl.LOCK_SH)  # until it has its name: see `sweep`
                 for part in parts:
                     write_all(descriptor, part)
@@ -253,7 +273,12 @@ def check_owner(folder: Path) -> None:
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     """The descriptor of a file; a new one is readable by its owner alone. Raises OSError."""
-    descriptor = os.open(path, flags, 0o600)
+    with _closing(os.open(path, flags, 0o600)) as descriptor:
+        yield descriptor
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:

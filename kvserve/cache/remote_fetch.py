@@ -19,6 +19,7 @@ from kvserve.cache.remote_keys import PART_BYTES, RemoteKeys, num_parts
 from kvserve.cache.remote_look import RemoteFound, look
 from kvserve.cache.remote_path import MIN_GAIN_TOKENS, RemoteBlob, RemoteGoal, remote_goals, saved_seconds
 from kvserve.cache.token_run import TokenRun
+from kvserve.core import Unshared, UnsharedReason
 from kvserve.remote.redis_link import Link, LinkRefusal
 from kvserve.remote.shared_server import SharedServer, Steps
 
@@ -87,6 +88,8 @@ class Fetch:
         self.outcome: Outcome = "nothing"
         self.num_brought_tokens = 0
         self.num_hand_bytes = 0
+        self._num_there_tokens = 0
+        self._reason: UnsharedReason | None = None
         self.has_begun = self.has_looked = self.is_over = self.is_forbidden = self.has_ended = False
         rate = tier.worker.prefill_rate
         seconds = (run.end - known) / rate if rate else UNKNOWN_SECONDS
@@ -111,8 +114,9 @@ class Fetch:
 
     def give_up(self) -> None:
         """The row has waited long enough; a server that is silent meanwhile is asked nothing more for a while."""
-        self.outcome = "given up"
+        self.outcome, self._reason = "given up", "slower"
         if not self.has_looked or self._is_silent(time.monotonic()):
+            self._reason = "silent"
             is_looking = self.has_begun and not self.has_looked  # else it may be another row's step that takes so long
             self._server.hang_up(LOOK_SECONDS if is_looking else SILENT_SECONDS)
         self.leave()
@@ -131,9 +135,17 @@ class Fetch:
         self._counts.num_restored_tokens += self.num_brought_tokens
         return self.num_brought_tokens
 
+    @property
+    def unshared(self) -> Unshared | None:
+        """Why the row was brought nothing, or not all that is there; None where it was."""
+        if self.outcome == "read" and self._reason is None:
+            return None
+        nothing: UnsharedReason = "not there" if self.has_looked and self.outcome == "nothing" else "silent"
+        return Unshared(self._reason or nothing, self._num_there_tokens)
+
     def forbid(self) -> None:
         """Somebody is forgotten: nothing of it may come to disk any more."""
-        self.is_forbidden = True
+        self.is_forbidden, self._reason = True, "paused"
         self.leave()
 
     # --- the asks thread ----------------------------------------------------------------------------------------------
@@ -164,6 +176,7 @@ class Fetch:
             data = bytearray()
             while len(data) < blob.num_bytes:
                 if self.is_over or not self._is_worth(goal, num_left):
+                    self._reason = self._reason or "slower"  # where the row left its reason is known
                     return
                 if (step := self._read(link, blob, len(data) // PART_BYTES)) is None:
                     return
@@ -185,20 +198,27 @@ class Fetch:
         counts.look_seconds = seconds if counts.look_seconds is None else 0.7 * counts.look_seconds + 0.3 * seconds
         if found.are_strange:
             self._server.lied("a path or a head")
+            self._reason = None if found.path else "damaged"
         self._news_at = time.monotonic()
         self.has_looked = True
         return found
 
     def _goal(self, found: RemoteFound) -> RemoteGoal | None:
         """What to read so that the row starts soonest."""
-        best, best_saved, has_any = None, 0.0, False
+        best, best_saved, has_any, is_too_large = None, 0.0, False, False
         names = {blob.name for blob in found.path if self._tier.index.head_of(blob.name) is not None}
         for goal in remote_goals(found.path, found.common, self._run, names, needs_checkpoints=self._needs_checkpoints):
-            if goal.end - self._known < MIN_GAIN_TOKENS or not goal.blobs or goal.num_bytes > self._room_bytes:
+            if goal.end - self._known < MIN_GAIN_TOKENS or not goal.blobs:
+                continue
+            self._num_there_tokens = max(self._num_there_tokens, goal.end)
+            if goal.num_bytes > self._room_bytes:
+                is_too_large = True
                 continue
             has_any = True
             if (saved := self._saved(goal.end, goal.num_bytes)) > best_saved:
                 best, best_saved = goal, saved
+        if best is None:
+            self._reason = "slower" if has_any else "no room" if is_too_large else self._reason
         if best is None and has_any:
             self.outcome = "declined"
             self._counts.num_declined += 1
@@ -236,8 +256,10 @@ class Fetch:
 
     def _gone(self, link: Link, blob: RemoteBlob, replies: list[object]) -> None:
         """A blob that is not whole is of no use to anybody."""
+        self._reason = "gone"
         is_lie = any(isinstance(reply, bytes | LinkRefusal) for reply in replies) and None not in replies
         if is_lie:
+            self._reason = "damaged"
             self._server.lied(f"{blob.name}: a part has another length")
         else:
             self._server.note("missing", blob.name)
@@ -254,6 +276,7 @@ class Fetch:
         try:
             head = unpack_blob(data, blob.name).head
         except DamagedBlob as error:
+            self._reason = "damaged"
             reason = f"{blob.name}: {error}"
             if isinstance(error, OtherChecksum):
                 self._server.is_altered(blob.name, reason)
@@ -269,6 +292,7 @@ class Fetch:
                 if self.is_forbidden:
                     return
                 if not self._tier.worker.bring(head, data, names):
+                    self._reason = "no room"
                     self.leave()  # no room: what follows could not stand without it
                     return
                 self._counts.num_read += 1

@@ -1,5 +1,6 @@
 """Removes from the shared cache what only somebody who is forgotten has used, of all models, and tells the other
-servers of it; hears what they tell. The rule is the disk's: a blob stays where somebody else came to its end.
+servers of it; hears what they tell. The rule is the disk's: a blob stays where somebody else came to its end. Rows of
+conversations are one session's and go with it.
 
     told first, removed then; a server that sends looks at what was told after it sent: so nothing stays between the two
 """
@@ -8,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvserve.cache.remote_keys import FORGET_STREAM, FORMAT, NO_TENANT, name_digest
+from kvserve.cache.remote_keys import FORGET_STREAM, FORMAT, NO_TENANT, RECORDS, name_digest
 from kvserve.cache.remote_sending import END_MARK, PARTS_MARK
 from kvserve.core.keeping import Scope
 from kvserve.remote.redis_link import Command, Link, LinkFailed, LinkRefusal, Reply
@@ -74,11 +75,21 @@ def remove(link: Link, scope: Scope) -> int:
                 commands += [("ZREM", key, *meant)] if meant else []
         _run(link, commands)
     for keys in _scanned(link, f"{FORMAT}:*:?:*"):
-        gone = _gone(link, keys, kept)
-        for first in range(0, len(gone), AT_ONCE):
-            _run(link, [("UNLINK", *gone[first : first + AT_ONCE])])
+        gone = [*_gone(link, keys, kept), *(key for key in keys if is_record_of(key, scope))]
+        _unlink(link, gone)
         num += len(gone)
     return num
+
+
+def remove_rows(link: Link, scopes: Sequence[Scope]) -> None:
+    """Remove the rows in conversations of those who are meant. Raises LinkFailed."""
+    for keys in _scanned(link, f"{FORMAT}:*:*:{RECORDS}:*"):
+        _unlink(link, [key for key in keys if any(is_record_of(key, scope) for scope in scopes)])
+
+
+def _unlink(link: Link, keys: Sequence[str]) -> None:
+    for first in range(0, len(keys), AT_ONCE):
+        _run(link, [("UNLINK", *keys[first : first + AT_ONCE])])
 
 
 def _gone(link: Link, keys: Sequence[str], kept: set[str]) -> list[str]:
@@ -119,6 +130,14 @@ def _is_meant(member: str, scope: Scope) -> bool:
     is_principal = scope.principal is None or name_digest(scope.principal) == principal
     is_session = scope.session is None or (name_digest(scope.session) if scope.session else NO_TENANT) == session
     return is_principal and is_session
+
+
+def is_record_of(key: str, scope: Scope) -> bool:
+    """Whether this is the key of a row in a conversation of those who are meant."""
+    parts = key.split(":")
+    if len(parts) != 6 or parts[3] != RECORDS:
+        return False
+    return _is_meant(f"{parts[2]}:{parts[4]}", scope)
 
 
 def _scanned(link: Link, pattern: str) -> Iterator[list[str]]:

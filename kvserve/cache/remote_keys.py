@@ -4,11 +4,14 @@ kvs1:<model>:<tenant>:b:<name>:<i>   part i of a blob's file, as it is on disk
                       m:<name>       the path to that blob: see remote_path.py
                       u:<name>       who used it, up to where
                       i:<hash>       a blob that covers the block with this hash
+kvs1:<records>:<principal>:r:<session>:<chain>
+                                     how a model read a message, what it wrote there: a field for each way; <records>
+                                     stands for model, template and the secret that rows are signed with
 kvs1:forget                          who was forgotten, for the other servers
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 FORMAT = "kvs1"
@@ -19,6 +22,7 @@ broken off between two."""
 COARSE_BLOCKS = 16
 """Every so many blocks a prefix can be found at once; within so many behind the last of them, at each block."""
 
+RECORDS = "r"
 FORGET_STREAM = f"{FORMAT}:forget"
 NO_TENANT = "-"
 
@@ -57,6 +61,23 @@ class RemoteKeys:
 
     def block(self, block_hash: bytes) -> str:
         return f"{self.space}:i:{block_hash.hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKeys:
+    """The keys of the conversations of one model under one template, of servers that sign with one secret."""
+
+    space: str
+
+    @classmethod
+    def of(cls, fingerprint: str, secret: bytes) -> "RecordKeys":
+        """`fingerprint` stands for model and template, `secret` for the form of the rows too."""
+        return cls(hashlib.sha256(b"records\n" + secret + fingerprint.encode()).hexdigest()[:32])
+
+    def session(self, principal: str, session: str) -> Callable[[bytes], str]:
+        """Gives the key of each place, by its chain, in a session of a principal (by its name)."""
+        before = f"{FORMAT}:{self.space}:{name_digest(principal)}:{RECORDS}:{name_digest(session)}:"
+        return lambda chain: before + chain.hex()
 
 
 def num_parts(num_bytes: int) -> int:

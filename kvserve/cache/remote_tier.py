@@ -18,6 +18,7 @@ from kvserve.cache.remote_keys import RemoteKeys
 from kvserve.cache.remote_path import saved_seconds
 from kvserve.cache.remote_sending import NoPath, SendCounts, Sending, path_to
 from kvserve.cache.token_run import TokenRun
+from kvserve.core import Unshared
 from kvserve.remote.room import RemoteRoom
 from kvserve.remote.shared_server import SharedServer, SharedState, Steps, Task
 
@@ -81,15 +82,17 @@ class RemoteTier:
 
     def begin(
         self, run: TokenRun, chain: HashChain, known: int, room_bytes: float, *, needs_checkpoints: bool
-    ) -> Fetch | None:
-        """Begin to look for what is there of a prompt beyond `known` tokens; None where a look costs more than it can
+    ) -> Fetch | Unshared:
+        """Begin to look for what is there of a prompt beyond `known` tokens; or why not: a look costs more than it can
         save, or nothing is asked now."""
         num_tokens = run.end - 1 - known
-        if not self._server.is_open or num_tokens < MIN_ASKED_TOKENS:
-            return None
+        if not self._server.is_open:
+            state = self._server.state
+            return Unshared("lying" if state == "lying" else "away" if state in ("down", "connecting") else "paused")
         rate, look_seconds = self._tier.worker.prefill_rate, self.fetched.look_seconds
-        if rate and look_seconds and num_tokens / rate < LOOKS_WORTH * look_seconds:
-            return None
+        is_dear = rate and look_seconds and num_tokens / rate < LOOKS_WORTH * look_seconds
+        if num_tokens < MIN_ASKED_TOKENS or is_dear:
+            return Unshared("too short")
         fetch = Fetch(
             self._server,
             self._tier,

@@ -1,4 +1,5 @@
-"""The shared cache of a process, whatever models it serves: their tiers, who is forgotten, here and by other servers.
+"""The shared cache of a process, whatever models it serves: their tiers, the rows of their conversations, who is
+forgotten, here and by other servers.
 
 It is there as long as the process is; a model's tier as long as that model is loaded.
 """
@@ -6,6 +7,7 @@ It is there as long as the process is; a model's tier as long as that model is l
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,10 +15,12 @@ from functools import partial
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.cache.remote_forgetting import clear, heard, newest, remove, tell
+from kvserve.cache.remote_forgetting import clear, heard, is_record_of, newest, remove, remove_rows, tell
+from kvserve.cache.remote_keys import RecordKeys
 from kvserve.cache.remote_tier import RemoteTier
 from kvserve.core.keeping import Scope
-from kvserve.remote.shared_server import SharedServer, Task
+from kvserve.remote.shared_rows import AGAIN_SECONDS, SharedRows
+from kvserve.remote.shared_server import SharedServer, Steps, Task
 
 FORGET_SECONDS = 10.0
 RETRY_SECONDS = 30.0
@@ -41,9 +45,12 @@ class SharedCache:
         self._remembered, self._remember = remembered, remember
         self._name = secrets.token_hex(8)
         self._tiers: list[RemoteTier] = []
+        self._record_spaces = set[str]()
+        self.rows = SharedRows(server, self._seconds)
         self._lock = threading.Lock()
         self._on_heard: Callable[[Scope], bool] = lambda _: True
         self._place: str | None = None
+        self._again: deque[tuple[float, Scope]] = deque()
         self._retry_at, self._num_retries = 0.0, 0
         self.num_heard = 0
         server.hear = self._hear
@@ -61,10 +68,19 @@ class SharedCache:
             self._tiers.append(opened)
         return opened
 
+    def open_records(self, fingerprint: str, secret: bytes) -> RecordKeys:
+        """Where the records are of a model under a template, which this fingerprint stands for, signed so."""
+        keys = RecordKeys.of(fingerprint, secret)
+        with self._lock:
+            self._record_spaces.add(keys.space)
+        return keys
+
     def _close_tier(self, tier: RemoteTier, seconds: float) -> None:
         """The model leaves; what it has on disk is sent first, for so long at most."""
         until = time.monotonic() + seconds
-        while (tier.num_queued or self.server.is_putting) and self.server.is_open and time.monotonic() < until:
+        while self.server.is_open and time.monotonic() < until:
+            if not (tier.num_queued or self.rows.num_queued or self.server.is_putting):
+                break
             time.sleep(POLL_SECONDS)
         tier.close()
         with self._lock:
@@ -77,14 +93,27 @@ class SharedCache:
 
     @property
     def num_queued(self) -> int:
-        """Blobs of all models that wait to be sent."""
+        """Blobs of all models, and paths of conversations, that wait to be sent."""
         with self._lock:
-            return sum(tier.num_queued for tier in self._tiers)
+            return self.rows.num_queued + sum(tier.num_queued for tier in self._tiers)
 
     def _next_put(self) -> Task | None:
+        if (rows := self.rows.next_put()) is not None:
+            return rows
         with self._lock:
             tiers = tuple(self._tiers)
-        return next((task for tier in tiers if (task := tier.next_put()) is not None), None)
+        task = next((task for tier in tiers if (task := tier.next_put()) is not None), None)
+        return None if task is None else Task(self._with_rows(task.steps), task.end)
+
+    def _with_rows(self, steps: Steps) -> Steps:
+        """What a conversation needs goes between two steps of a large blob; who is to be forgotten, and what others
+        forgot, between two paths. Raises LinkFailed."""
+        for seconds in steps:
+            while (rows := self.rows.next_put()) is not None:
+                yield from rows.steps
+                self.server.hear_soon()
+                yield 0.0
+            yield seconds
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
@@ -93,15 +122,15 @@ class SharedCache:
         """Within the block nothing is read from there nor sent: what is local is forgotten meanwhile. Gives
         whether it is gone there. `is_heard`: another server has told; then this is the puts thread."""
         with self.server.paused():
-            self._forbid()
+            self._forbid(scope)
             if is_heard:
                 remove(self.server.puts_link, scope)
-                self._forbid()
+                self._forbid(scope)
                 yield True
             else:
                 is_told: list[bool] = []
                 is_gone = self.server.first(lambda: self._forget(scope, is_told), FORGET_SECONDS)
-                self._forbid()
+                self._forbid(scope)
                 yield is_gone
 
     def _forget(self, scope: Scope, is_told: list[bool]) -> None:
@@ -111,6 +140,17 @@ class SharedCache:
             tell(link, scope, self._name)
             is_told.append(True)
         remove(link, scope)
+        self._again.append((time.monotonic() + AGAIN_SECONDS, scope))
+
+    def _remove_again(self) -> None:
+        """The rows of whom we had forgotten: a server that was ended before it heard may have sent some since. Raises
+        LinkFailed."""
+        now = time.monotonic()
+        due = [scope for at, scope in self._again if at <= now]
+        if due:
+            remove_rows(self.server.puts_link, due)
+        for _ in due:
+            self._again.popleft()
 
     @contextmanager
     def clearing(self) -> Iterator[bool]:
@@ -118,17 +158,19 @@ class SharedCache:
         have there is removed first; gives whether it is gone. Where a model's is, is not known before it has a name."""
         with self._lock:
             models = {tier.keys("").model for tier in self._tiers}
+            spaces = models | self._record_spaces
         with self.server.paused():
-            self._forbid()
-            is_gone = bool(models) and self.server.first(lambda: self._clear(models), FORGET_SECONDS)
-            self._forbid()
+            self._forbid(Scope())
+            is_gone = bool(models) and self.server.first(lambda: self._clear(spaces), FORGET_SECONDS)
+            self._forbid(Scope())
             yield is_gone
 
-    def _clear(self, models: set[str]) -> None:
-        for model in models:
-            clear(self.server.puts_link, model)
+    def _clear(self, spaces: set[str]) -> None:
+        for space in spaces:
+            clear(self.server.puts_link, space)
 
-    def _forbid(self) -> None:
+    def _forbid(self, scope: Scope) -> None:
+        self.rows.drop(lambda key: is_record_of(key, scope))
         with self._lock:
             tiers = tuple(self._tiers)
         for tier in tiers:
@@ -136,6 +178,7 @@ class SharedCache:
 
     def _hear(self) -> None:
         """Forget whom others were told to forget. On the puts thread; raises LinkFailed."""
+        self._remove_again()
         if self._place is None:
             self._place = self._remembered()
             if self._place is None:

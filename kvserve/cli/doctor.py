@@ -12,25 +12,25 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import click
 
 from kvserve import __version__
 from kvserve.app.blas import active_blas, fault_of
 from kvserve.cli.asking import Address, NoAnswer, url_of
+from kvserve.cli.finding import ANSWERS, Finding, State
 from kvserve.cli.output import gib, json_option, printable_in, show
 from kvserve.config import Launch, Settings, load_launch, setting_key
 from kvserve.errors import ModelLoadError, SettingError, StartupError
 from kvserve.proxy.keys_file import refuse_unusable_keys
 from kvserve.settings.blas_files import computes_on_gpu, how_to_install, library_files
 from kvserve.settings.kinds import KINDS
-from kvserve.settings.ports import describe_holder, somebody_listens
+from kvserve.settings.ports import describe_holder, error_of_binding, somebody_listens
+from kvserve.settings.rank_variables import COORDINATOR, JACCL, RANK, RING, half_told, own_address
 from kvserve.settings.start_checks import local_folder, refuse_unusable_folder, refuse_unusable_start
 
-State = Literal["ok", "note", "bad"]
 MARKS: Mapping[State, str] = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 SHOWN_PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "transformers", "litellm")
 PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[[\w,-]+\])?\s*==\s*([A-Za-z0-9.]+)")
@@ -39,7 +39,6 @@ PYTHON = (3, 12)
 ANY_VERSION = frozenset({"pip"})
 """It fetches the demo's model, as every version can."""
 
-ANSWERS = "a kvserve answers"
 OWN_FIELDS = frozenset({"blas", "num_agents", "num_open_connections", "proxy", "uptime_seconds", "version"})
 """GET /health has them in every state; it is not likely that another program has all of them."""
 
@@ -51,16 +50,6 @@ LOOKED_AT = {
     "model": "model_path",
 }
 """Findings that judge a setting by themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at: in words for the person here, and what of it an issue may say."""
-
-    name: str
-    state: State
-    text: str
-    shared: str
 
 
 @click.command()
@@ -82,20 +71,34 @@ def doctor(ctx: click.Context, issue: bool, as_json: bool) -> None:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything; what depends on settings is left out where these cannot be read."""
+    """Everything; what depends on settings is left out where these cannot be read. Where they are those of a proxy
+    that stands in front of servers elsewhere, what that depends on."""
     yield from _versions()
-    yield _device()
     try:
-        launch = load_launch(())
+        launch = load_launch(("--no-proxy",))
+        if not launch.settings.backends:
+            launch = load_launch(())
     except StartupError as error:
         key = error.key if isinstance(error, SettingError) else "a name or a flag"
-        yield Finding("settings", "bad", str(error), f"cannot be read ({key})")
+        name = "ranks" if key in (RANK, RING, JACCL, COORDINATOR) else "settings"
+        yield _device()
+        yield Finding(name, "bad", str(error), f"cannot be read ({key})")
         return
+    if launch.settings.backends:
+        from kvserve.cli.proxy_findings import proxy_findings
+
+        yield _settings(launch)
+        yield from proxy_findings(launch.settings)
+        return
+    yield _device()
     yield _settings(launch)
-    looked_at = [_blas(launch), *_ports(launch.settings), _disk(launch.settings), _model(launch.settings)]
+    yield from _ranks(launch)
+    follows = launch.ranks is not None and not launch.ranks.leads
+    ports = () if follows else _ports(launch.settings)  # rank 0 has them
+    looked_at = [_blas(launch), *ports, _disk(launch.settings), _model(launch.settings)]
     yield from looked_at
     yield from _shared_cache(launch.settings)
-    yield _start(launch.settings, looked_at)
+    yield _start(launch, looked_at)
 
 
 def issue_text(found: list[Finding]) -> str:
@@ -241,6 +244,30 @@ def _port(key: str, host: str, port: int, is_ours: bool) -> Finding:
     return Finding(key, "bad", f"{port} is taken by {describe_holder(port)}", "taken by another program")
 
 
+def _ranks(launch: Launch) -> Iterator[Finding]:
+    """Which of several ranks this is, and whether it can listen where its hostfile says."""
+    if launch.ranks is None:
+        if half := half_told(launch.environment):
+            text = f"{', '.join(half)} alone, or with one host, starts no ranks: this computes by itself"
+            yield Finding("ranks", "note", text, text)
+        return
+    place = str(launch.ranks)
+    try:
+        address = own_address(launch.environment)
+    except SettingError as error:
+        yield Finding("ranks", "bad", str(error), f"cannot be read ({error.key})")
+        return
+    if address is None:
+        yield Finding("ranks", "ok", f"{place}, by {JACCL}", f"{place}, jaccl")
+        return
+    taken = f"it is taken by {describe_holder(address[1])}" if somebody_listens(*address) else ""
+    if reason := taken or error_of_binding(*address):
+        text = f"{place} cannot listen at {address[0]}:{address[1]}, as {RING} says: {reason}"
+        yield Finding("ranks", "bad", text, f"{place} cannot listen where its hostfile says")
+    else:
+        yield Finding("ranks", "ok", f"{place}, {address[0]}:{address[1]} is free", f"{place}, ring")
+
+
 def _disk(settings: Settings) -> Finding:
     folder = settings.disk_cache_dir
     try:
@@ -305,12 +332,14 @@ def _model(settings: Settings) -> Finding:
     return Finding("model", "ok", f"{name}: {config['model_type']}, {size}", f"{shared}, {size}")
 
 
-def _start(settings: Settings, looked_at: Sequence[Finding]) -> Finding:
+def _start(launch: Launch, looked_at: Sequence[Finding]) -> Finding:
     """What a start refuses at once, in its own words, less what was found already and ports that are ours."""
+    settings = launch.settings
     told = {LOOKED_AT[each.name] for each in looked_at if each.state == "bad" or each.shared == ANSWERS}
+    told |= {"mlx_port"} if launch.ranks is not None and not launch.ranks.leads else set()
     asked = {name: value for name, value in settings if name not in told}
     try:
-        refuse_unusable_start(asked, demo=None, with_proxy=True, writes_kv=True)
+        refuse_unusable_start(asked, demo=None, with_proxy=launch.with_proxy, writes_kv=True)
         refuse_unusable_keys(settings.api_keys_file)
     except StartupError as error:
         key = error.key if isinstance(error, SettingError) else type(error).__name__

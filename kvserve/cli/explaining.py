@@ -40,6 +40,7 @@ def text_of(found: Json) -> str:
         ("is", (found["first_difference"] or {}).get("after")),
         ("rules", ", ".join(found["rules"])),
         ("before", found["before"]),
+        ("shared", _unshared(found.get("unshared"))),
         ("drafts", _drafts(found.get("speculation"))),
     ]
     return "\n".join([*lines, *(f"  {name:8} {text}" for name, text in rows if text)])
@@ -51,6 +52,14 @@ def _place(difference: Json | None) -> str:
         return ""
     named = [("tool", difference["tool"]), ("message", difference["message_index"]), ("character", difference["char"])]
     return ", ".join(f"{name} {value}" for name, value in named if value is not None)
+
+
+def _unshared(unshared: Json | None) -> str:
+    """Why the shared cache gave no more, and how much it was seen to have; "" where it gave all, or none is set."""
+    if not unshared:
+        return ""
+    there = f" ({unshared['num_there_tokens']:,} tokens are there)" if unshared["num_there_tokens"] else ""
+    return f"no more from the shared cache: {unshared['reason']}{there}"
 
 
 def _drafts(speculation: Json | None) -> str:

@@ -11,6 +11,7 @@ from kvserve.cli.output import Json, gib, json_option, show
 from kvserve.config import Settings, load_launch
 from kvserve.errors import ModelLoadError
 from kvserve.settings.kinds import KINDS
+from kvserve.settings.rank_variables import RANK
 from kvserve.settings.start_checks import local_folder
 
 if TYPE_CHECKING:
@@ -36,21 +37,25 @@ class SizeOption(click.ParamType[int]):
 @click.command()
 @click.argument("model", required=False)
 @click.option("--memory", type=SizeOption(), help="What MLX may use, for another machine than this one: 24GB, 22GiB.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, help="Over so many machines: what each of them holds.")
 @json_option
-def fit(model: str | None, memory: int | None, as_json: bool) -> None:
+def fit(model: str | None, memory: int | None, ranks: int, as_json: bool) -> None:
     """Weights, KV and context of MODEL, a folder or a hub name; MODEL_PATH without one.
 
     Nothing is loaded and nothing stays on this machine: of a model that is not here the hub is asked for its config and
     the sizes of its files. KV is counted in full precision.
     """
-    settings = load_launch(("--no-proxy",)).settings
+    launch = load_launch(("--no-proxy",))
+    settings = launch.settings
+    if ranks > 1 and launch.ranks is not None:  # MLX would wait for them
+        raise click.UsageError(f"This is {launch.ranks}. Ask for --ranks without {RANK}.")
     name = model or settings.model_path
-    found = _foreseen(name)
+    found = _foreseen(name, ranks)
     fitted = _fit(found, settings, memory)
     show(_body(name, fitted), as_json, lambda: _lines(name, fitted, settings))
 
 
-def _foreseen(name: str) -> "Foreseen":
+def _foreseen(name: str, ranks: int) -> "Foreseen":
     """Raises ModelLoadError."""
     folder = local_folder(name)
     from kvserve.engine.foreseen import foreseen_in, foreseen_of_hub  # seconds, which a name that is none need not take
@@ -58,9 +63,9 @@ def _foreseen(name: str) -> "Foreseen":
 
     folder = folder or _whole_snapshot(name)
     if folder is not None:
-        return foreseen_in(folder)
+        return foreseen_in(folder, ranks)
     told = look_at_hub(name)
-    return foreseen_of_hub(told.config, told.weight_bytes)
+    return foreseen_of_hub(told.config, told.weight_bytes, ranks)
 
 
 def _whole_snapshot(name: str) -> Path | None:
@@ -89,6 +94,7 @@ def _body(name: str, fitted: "Fit") -> Json:
     found = fitted.foreseen
     return {
         "model": name,
+        "num_ranks": found.num_ranks,
         "weight_bytes": found.weight_bytes,
         "weights_from": found.weights_from,
         "dtype": found.dtype,
@@ -120,7 +126,7 @@ def _lines(name: str, fitted: "Fit", settings: Settings) -> str:
     states = f" and {gib(found.sizes.fixed)} whatever the length" if found.sizes.fixed else ""
     ram = "any number of tokens" if fitted.ram_tokens is None else f"{fitted.ram_tokens:,} tokens"
     lines = [
-        name,
+        name if found.num_ranks == 1 else f"{name}, on each of {found.num_ranks} ranks",
         f"  weights  {gib(found.weight_bytes)} ({_SOURCES[found.weights_from]})",
         f"  KV       {gib(found.bytes_per_10k_tokens)} for 10,000 tokens{states} ({dtype})",
         *(f"             {_caches(each)}" for each in found.caches),

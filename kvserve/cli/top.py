@@ -85,6 +85,8 @@ def figures(state: Json) -> Table:
     ]
     if (disk := cache.get("disk")) is not None:
         rows.append(("disk", f"{budget(disk['total_bytes'], disk['max_bytes'])}, {disk['num_errors']:,} errors"))
+    if (shared := cache.get("remote")) is not None:
+        rows.append(("shared cache", shared_line(shared)))
     if (warming := cache.get("warming")) is not None:
         used, wasted = warming["num_used_tokens"], warming["num_wasted_tokens"]
         spent = f"{warming['num_warmed_tokens']:,} tokens in {span(warming['seconds'])}"
@@ -100,6 +102,15 @@ def figures(state: Json) -> Table:
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def shared_line(shared: Json) -> str:
+    """The cache that several servers share: how it is, what came and went, what went wrong."""
+    is_left_alone = shared["state"] in ("down", "lying")
+    state = f"{shared['state']}, left alone" if is_left_alone else shared["state"]
+    moved = f"{size(shared['num_read_bytes'])} read, {size(shared['num_written_bytes'])} sent"
+    found = f"{shared['num_hits']:,} of {shared['num_looks']:,} prompts found something"
+    return f"{state}, {moved}, {found}, {shared['num_errors']:,} errors"
 
 
 def running(requests: list[Json]) -> Table:

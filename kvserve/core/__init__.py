@@ -38,6 +38,8 @@ from kvserve.core.generation import (
     TokenDelta,
     TokenLogprobs,
     TokenSequence,
+    Unshared,
+    UnsharedReason,
     Written,
 )
 from kvserve.core.messages import (

@@ -112,17 +112,36 @@ cache that several servers share; of what was `warmed` a part was computed ahead
 it."""
 
 
+UnsharedReason = Literal[
+    "not there", "slower", "silent", "damaged", "gone", "no room", "too short", "away", "lying", "paused"
+]
+"""Why a prompt was not read from the cache that several servers share: it has nothing; computing takes less time; it
+did not answer in time; what it gave was no such KV; that went while it was read; there was no place for it here. Not
+asked: the prompt is too short; it failed, or lied too often, and is left alone; somebody was being forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unshared:
+    """What a prompt did not get from the shared cache. `num_there_tokens`: so far the prompt was seen to be there, 0
+    where nothing was seen."""
+
+    reason: UnsharedReason
+    num_there_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """How a prompt's beginning was found. `num_matched_tokens` of it were stored, token by token the same, though not
     all need be usable. `checkpoint` says why there was a state where the row starts (`user`: the end of a user's
     message); None where any place would do, or nothing was found. `is_trim_miss`: a checkpoint was missing.
+    `unshared`: why the shared cache gave nothing, or not all that it has; None where it did, or there is none.
     """
 
     tier: ReuseTier = "nothing"
     num_matched_tokens: int = 0
     checkpoint: str | None = None
     is_trim_miss: bool = False
+    unshared: Unshared | None = None
 
 
 @dataclass(frozen=True, slots=True)

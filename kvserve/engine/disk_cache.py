@@ -23,7 +23,7 @@ from kvserve.cache.records import Copy
 from kvserve.cache.remote_tier import RemoteTier
 from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
-from kvserve.core import TokenSequence
+from kvserve.core import TokenSequence, Unshared
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state, joined
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_goals import Goal, goals
@@ -186,7 +186,11 @@ class DiskCache:
         if self.remote is not None:
             room, wants = pinned.room_bytes, self._needs_checkpoints
             on_disk = self.known_depth(match.prompt)
-            pinned.fetch = begin_fetch(self.remote, match, on_disk, room, needs_checkpoints=wants)
+            begun = begin_fetch(self.remote, match, on_disk, room, needs_checkpoints=wants)
+            if isinstance(begun, Unshared):
+                pinned.unshared = begun
+            else:
+                pinned.fetch = begun
         return pinned.fetch is not None
 
     def let_go(self, pinned: PinnedPrefix) -> None:
@@ -205,7 +209,7 @@ class DiskCache:
             if awaits(fetch):
                 pinned.last_news_at = max(pinned.last_news_at, fetch.news_at)
                 return True
-            pinned.num_shared_tokens, pinned.fetch = fetch.taken(), None
+            pinned.num_shared_tokens, pinned.unshared, pinned.fetch = fetch.taken(), fetch.unshared, None
             pinned.last_news_at = time.monotonic()
             self._plan_again(pinned)
             return not pinned.is_settled

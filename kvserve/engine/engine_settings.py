@@ -13,6 +13,7 @@ from kvserve.engine.memory import MemoryPlan, MemoryReport, WantedMemory, memory
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
+from kvserve.engine.ranks.status import RanksStatus
 from kvserve.engine.warming import WarmSettings
 
 
@@ -120,3 +121,4 @@ class EngineStatus:
     digest: DigestStatus = DigestStatus()
     memory: MemoryReport | None = None
     draft_model: DraftStatus | None = None
+    ranks: RanksStatus | None = None

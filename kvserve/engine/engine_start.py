@@ -2,7 +2,6 @@
 request.
 """
 
-import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,23 +12,18 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from kvserve.cache.block_hash import BlockHasher
-from kvserve.cache.disk_blob import FORMAT
-from kvserve.cache.disk_records import DiskLimits, Faults, Removal
-from kvserve.cache.disk_scratch import ScratchStore
-from kvserve.cache.disk_store import INDEX_NAME, FolderStore
+from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.cache.disk_trie import BlobTrie
-from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.remote_tier import RemoteTier
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.core.rank_place import RankPlace
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.caches_seen import CacheLook, CachesSeen, surroundings
 from kvserve.engine.device import device_facts
+from kvserve.engine.disk_opening import OpenTier, forget_on_disk, open_tier
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
 from kvserve.engine.draft_support import find_draft_support
-from kvserve.engine.engine_settings import DiskSettings, EngineSettings
+from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.file_digest import DigestMemory
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.follower import follow
@@ -43,6 +37,7 @@ from kvserve.engine.ranks.following import FollowingRanks
 from kvserve.engine.ranks.loading import joined, read_part, refuse_unlike_look
 from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.ranks.rank_link import Ears
+from kvserve.engine.ranks.status import FollowerStatus, RanksStatus, told_of
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
@@ -50,8 +45,6 @@ from kvserve.engine.vision_check import with_images_tried
 from kvserve.engine.wired import WiredLimit, wired_bytes
 from kvserve.errors import ModelLoadError, NotReady
 
-FOLDER_NAME_DIGITS = 32
-CLOSE_SECONDS = 5.0
 DRAFTS = "drafts"
 """In the name of what a draft model keeps on disk: a model that is served and drafts has two writers in one process,
 and each has a folder of its own."""
@@ -61,9 +54,6 @@ NOISE_SHARE = 0.5
 
 type EngineCall = Callable[[Scheduler | None], None]
 """Something that another thread wants done on the engine thread; None means that it will not be done any more."""
-
-type OpenTier = Callable[[BlockHasher], DiskTier | None]
-"""Opens the disk tier of the model that the hasher names prefixes of; None if it cannot be."""
 
 
 class EngineStart:
@@ -114,7 +104,8 @@ class EngineStart:
         began_at = perf_counter()
         mx.clear_cache()  # buffers of a model that was here before
         if self._place is not None:
-            self.ranks, self.settings = joined(self._place, self.settings, Ears(self._lost, self._all_named.note))
+            ears = Ears(self._lost, self._all_named.note, lambda: told_of(self._served_cache))
+            self.ranks, self.settings = joined(self._place, self.settings, ears)
         self._digest.begin()
         draft, draft_look = self._loaded_draft()
         model, look = self._loaded(self._folder, self.settings.kv, self._digest)
@@ -198,6 +189,14 @@ class EngineStart:
         outlives = disk is not None and not disk.is_ephemeral
         memory = DigestMemory(disk.folder, self._report, self._note) if disk is not None and outlives else None
         return ModelDigest(folder, memory, self._report, self._note)
+
+    def ranks_status(self, lost: str) -> RanksStatus | None:
+        """How the ranks are, which are lost for this reason if there is one; None of an engine that computes alone.
+        From any thread."""
+        if self._place is None:
+            return None
+        followers = tuple(FollowerStatus(rank, **told) for rank, told in self.ranks.told().items())
+        return RanksStatus(self._place.size, followers, lost or None)
 
     def stop_reading(self, timeout_seconds: float = 0.0) -> None:
         """Read no further to know the models. Idempotent, from any thread."""
@@ -290,20 +289,20 @@ class EngineStart:
         name, in which `salt` has a part."""
         if (settings := self.settings.disk) is None:
             return
-        open_tier = partial(self._open_tier, settings, plan)
+        open_model = partial(open_tier, settings, plan, self._report)
         if not settings.is_ephemeral:
-            cache.forget_on_disk = partial(_forget_on_disk, partial(open_tier, cache.hasher))
+            cache.forget_on_disk = partial(forget_on_disk, partial(open_model, cache.hasher))
         if model.cache_support.can_keep and settings.is_ephemeral:
-            self._use_disk(cache, open_tier, is_ram_lent=True)
+            self._use_disk(cache, open_model, is_ram_lent=True)
         elif model.cache_support.can_keep:
             cache.is_unnamed = True
             ways = kv, model.cache_support.cut_tokens, (*salt, *self.ranks.salt, *model.own_leaves)
-            digest.when_known(partial(self._name, cache, open_tier, *ways))
+            digest.when_known(partial(self._name, cache, open_model, *ways))
 
     def _name(
         self,
         cache: PrefixCache,
-        open_tier: OpenTier,
+        open_model: OpenTier,
         kv: KvSettings,
         cut_tokens: int,
         leaves: Sequence[str],
@@ -315,7 +314,7 @@ class EngineStart:
 
         def use(scheduler: Scheduler | None) -> None:
             if scheduler is not None:
-                self._use_disk(cache, open_tier, name)
+                self._use_disk(cache, open_model, name)
                 self.ranks.named(fingerprint)
 
         def begin() -> None:
@@ -328,14 +327,14 @@ class EngineStart:
             self._all_named.own(fingerprint, begin)
 
     def _use_disk(
-        self, cache: PrefixCache, open_tier: OpenTier, fingerprint: str | None = None, *, is_ram_lent: bool = False
+        self, cache: PrefixCache, open_model: OpenTier, fingerprint: str | None = None, *, is_ram_lent: bool = False
     ) -> None:
         """Let a cache write to the disk and find there what a model of this fingerprint has written; without one, what
         it writes itself. Between two steps of the engine; says what goes wrong."""
         with costs_the_disk_only(lambda reason: self._report(f"KV is not kept on disk: {reason}")):
             if fingerprint is not None:
                 cache.rename(fingerprint)
-            cache.has_lost_disk = (tier := open_tier(cache.hasher)) is None
+            cache.has_lost_disk = (tier := open_model(cache.hasher)) is None
             if tier is not None:
                 cache.use_disk(tier, is_ram_lent=is_ram_lent, remote=self._open_shared(cache, tier))
 
@@ -346,43 +345,6 @@ class EngineStart:
             return None
         kind = "metal" if (facts := device_facts()).has_metal and facts.kind == "gpu" else facts.kind
         return shared.open_tier(tier, store, cache.hasher, kind)
-
-    def _open_tier(self, settings: DiskSettings, plan: MemoryPlan, hasher: BlockHasher) -> DiskTier | None:
-        """The disk tier of the model that `hasher` names prefixes of; None, with a line for a person, without one."""
-        limits = DiskLimits(
-            settings.max_bytes,
-            settings.min_free_bytes,
-            settings.ttl_hours * 3600,
-            max_queued_bytes=plan.write_queue_bytes,
-            max_read_ahead_bytes=plan.read_ahead_bytes,
-        )
-        model = folder_name(hasher.fingerprint)
-        try:
-            store = (
-                ScratchStore(settings.folder, model)
-                if settings.is_ephemeral
-                else FolderStore(settings.folder, model, (f"{INDEX_NAME}*", *settings.beside))
-            )
-            return DiskTier(store, BlobTrie(hasher, model), limits, Faults(self._report))
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the disk, a server without it serves
-            self._report(f"KV is not kept on disk: {settings.folder} cannot be used ({error}). Set DISK_CACHE_DIR.")
-            return None
-
-
-def _forget_on_disk(open_tier: Callable[[], DiskTier | None], is_forgotten: IsForgotten) -> Removal:
-    """Forget what others than these users do not need of all models that ever wrote here, where the loaded one has no
-    disk tier: its caches cannot be kept, or the folder could not be used at the start. Blocks on the disk."""
-    if (tier := open_tier()) is None:
-        return Removal(0, is_done=False)
-    try:
-        return tier.forget(is_forgotten) + tier.forget_of_others(is_forgotten)
-    finally:
-        tier.close(CLOSE_SECONDS)
-
-
-def folder_name(fingerprint: str) -> str:
-    """Where a model's blobs lie: by what its KV depends on, and their form."""
-    return hashlib.sha256(f"{FORMAT}\n{fingerprint}".encode()).hexdigest()[:FOLDER_NAME_DIGITS]
 
 
 def _draw_two_tokens(scheduler: Scheduler, sampling: SamplingParams) -> None:

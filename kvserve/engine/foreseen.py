@@ -24,6 +24,7 @@ from kvserve.engine.kv_size import KvSize, kv_size, leaf_bytes
 from kvserve.engine.leaf_forms import LeafForm, is_known, leaf_kind
 from kvserve.engine.memory import MemoryPlan, WantedMemory, plan_memory
 from kvserve.engine.model_files import most_used_dtype, weight_file_bytes
+from kvserve.engine.ranks.group import shard
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, refuse_own_code
 from kvserve.engine.vision_load import is_vision
 from kvserve.errors import ModelLoadError
@@ -74,7 +75,7 @@ class Foreseen:
     """A model that is not loaded. `weights_from`: where its bytes of weights are known from (`shapes`: those of the
     decoder alone where it sees; `written out`: shapes too, since its files are smaller than what is loaded of them);
     `dtype` what its numbers are, and whether that is only what is usual. `context_limit` is for how long it was made,
-    None: it does not say."""
+    None: it does not say. Of several ranks (`num_ranks`) each holds so much."""
 
     weight_bytes: int
     weights_from: Literal["files", "hub", "shapes", "written out"]
@@ -83,6 +84,7 @@ class Foreseen:
     sizes: KvSize
     caches: tuple[LayerCaches, ...]
     context_limit: int | None
+    num_ranks: int = 1
 
     @property
     def bytes_per_10k_tokens(self) -> float:
@@ -126,51 +128,57 @@ def fit(foreseen: Foreseen, memory_bytes: int, max_kv_size: int, wanted: WantedM
     )
 
 
-def foreseen_in(folder: Path) -> Foreseen:
-    """What a folder's model will take; without weights there, their bytes are counted by their shapes. Raises
-    ModelLoadError."""
+def foreseen_in(folder: Path, num_ranks: int = 1) -> Foreseen:
+    """What a folder's model will take, on each of so many ranks; without weights there, their bytes are counted by
+    their shapes. Raises ModelLoadError."""
     config = read_config(folder)
     refuse_own_code(folder, config)
     dtype = HEADER_DTYPES.get(most_used_dtype(folder) or "")
     num_bytes = weight_file_bytes(folder)
-    return foreseen(config, Weights(num_bytes, "files", dtype) if num_bytes else None)
+    return foreseen(config, Weights(num_bytes, "files", dtype) if num_bytes else None, num_ranks)
 
 
-def foreseen_of_hub(config: Mapping[str, Any], num_weight_bytes: int) -> Foreseen:
+def foreseen_of_hub(config: Mapping[str, Any], num_weight_bytes: int, num_ranks: int = 1) -> Foreseen:
     """The same of what the hub tells of a model. Raises ModelLoadError."""
-    return foreseen(config, Weights(num_weight_bytes, "hub") if num_weight_bytes else None)
+    return foreseen(config, Weights(num_weight_bytes, "hub") if num_weight_bytes else None, num_ranks)
 
 
-def foreseen(config: Mapping[str, Any], weights: Weights | None = None) -> Foreseen:
+def foreseen(config: Mapping[str, Any], weights: Weights | None = None, num_ranks: int = 1) -> Foreseen:
     """The same of a config, with what is known of the weights. Raises ModelLoadError for an architecture that cannot be
-    loaded, or whose code wants numbers before it says what it holds."""
+    loaded or divided, or whose code wants numbers before it says what it holds."""
     named = weights.dtype if weights is not None and weights.dtype is not None else _dtype_named(config)
     used = named or USUAL_DTYPE
     is_written_out = _is_written_out(config)
     known = None if is_written_out else weights
-    seen = finding(lambda: _seen(config, DTYPES[used], counts_weights=known is None))
+    seen = finding(lambda: _seen(config, DTYPES[used], num_ranks, counts_weights=known is None))
     if isinstance(seen, Exception):
         raise _unforeseen(config, seen)
-    caches, forms, counted = seen
+    caches, forms, share, counted = seen
     return Foreseen(
-        weight_bytes=known.num_bytes if known is not None else counted,
+        weight_bytes=int(share * (known.num_bytes if known is not None else counted)),
         weights_from=known.source if known is not None else "written out" if is_written_out else "shapes",
         dtype=used,
         is_dtype_known=named is not None,
         sizes=kv_size(caches, forms, None, 0),
         caches=tuple(_grouped(flat_caches(caches), forms)),
         context_limit=own_context_limit(config),
+        num_ranks=num_ranks,
     )
 
 
 def _seen(
-    config: Mapping[str, Any], dtype: Any, *, counts_weights: bool
-) -> tuple[list[Any], tuple[LeafForm, ...], int]:
-    """What caches hold of a few tokens, the forms of their leaves, and bytes of weights, 0 where these are known.
-    Raises what the libraries raise."""
-    twin = _twin(config, dtype)
-    caches, forms = _caches_seen(twin)
-    return caches, forms, _weight_bytes(twin, config) if counts_weights else 0
+    config: Mapping[str, Any], dtype: Any, num_ranks: int, *, counts_weights: bool
+) -> tuple[list[Any], tuple[LeafForm, ...], float, int]:
+    """What a rank's caches hold of a few tokens, the forms of their leaves, its share of the weights, and the bytes of
+    all of them, 0 where these are known. Raises what the libraries raise."""
+    whole = part = _twin(config, dtype)
+    share = 1.0
+    if num_ranks > 1:
+        part = _twin(config, dtype)
+        _keep_part(part, config, num_ranks)
+        share = _num_bytes(part) / _num_bytes(whole)
+    caches, forms = _caches_seen(part)
+    return caches, forms, share, _weight_bytes(whole, config) if counts_weights else 0
 
 
 def _unforeseen(config: Mapping[str, Any], error: Exception) -> ModelLoadError:
@@ -207,6 +215,37 @@ def _twin(config: Mapping[str, Any], dtype: Any) -> Any:
         )
     twin.set_dtype(dtype)
     return twin
+
+
+class _Group:
+    """Stands for a group of ranks where nothing is computed: a model asks it only which part is its own."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+def _keep_part(twin: Any, config: Mapping[str, Any], num_ranks: int) -> None:
+    """Leave rank 0's part, which then computes alone: what its caches hold depends on no other rank. Raises
+    ModelLoadError."""
+    if not is_for_mlx_lm(config):
+        raise ModelLoadError(f"Only mlx-lm divides models, and it does not know the family {config.get('model_type')}.")
+    shard(twin, config, num_ranks, _Group(num_ranks))
+    alone = mx.distributed.init(backend="ring")  # of this process, where no variable names others
+    for module in twin.modules():
+        for name in ("group", "sharding_group"):
+            if isinstance(getattr(module, name, None), _Group):
+                setattr(module, name, alone)
+
+
+def _num_bytes(twin: Any) -> int:
+    arrays: list[tuple[str, mx.array]] = tree_flatten(twin.parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in arrays)
 
 
 def _vlm_twin(config: dict[str, Any]) -> Any:

@@ -4,9 +4,12 @@ emptied it for the last time, or the ranks that compute together are lost. It kn
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 from kvserve.engine.engine_start import EngineCall
+from kvserve.engine.ranks.place import RanksLost
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.errors import NotReady, QueueFull, RankLost, RequestError
@@ -19,6 +22,7 @@ class Inbox:
         self._items: queue.SimpleQueue[Row | EngineCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._handles: set[RequestHandle] = set()
+        self._asked: set[Future[Any]] = set()
         self._lost = ""
         self._is_closed = False
         self.num_open = 0
@@ -45,6 +49,48 @@ class Inbox:
             if isinstance(item, Row):
                 self._handles.add(item.handle)
             self._items.put(item)
+
+    def ask[T](self, question: Callable[[Scheduler], T]) -> "Future[T]":
+        """Put a question in, to be asked between two steps of the engine: its answer, or why there is none, which comes
+        though the engine's thread never does. Raises as `put` does."""
+        answer: Future[T] = Future()
+
+        def call(scheduler: Scheduler | None) -> None:
+            if scheduler is None:
+                self._settle(answer, self.refusal())
+                return
+            try:
+                self._settle(answer, question(scheduler))
+            except RanksLost as lost:
+                self._settle(answer, RankLost(str(lost)))
+                raise
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the rows
+                self._settle(answer, error)
+
+        with self._lock:
+            self._asked.add(answer)
+        try:
+            self.put(call)
+        except (NotReady, RankLost):
+            self._asked.discard(answer)
+            raise
+        return answer
+
+    def _settle(self, answer: "Future[Any]", found: object) -> None:
+        """Give an answer, unless it was given: whoever asked was told that the ranks are lost."""
+        with self._lock:
+            self._asked.discard(answer)
+            if answer.done():
+                return
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+    @property
+    def lost(self) -> str:
+        """Why the ranks do not compute together any more; empty while they do."""
+        return self._lost
 
     def refusal(self) -> RequestError:
         """What is said to those who come too late."""
@@ -78,9 +124,11 @@ class Inbox:
         with self._lock:
             if self._lost or self._is_closed:
                 return False
-            self._lost, handles = reason, list(self._handles)
+            self._lost, handles, asked = reason, list(self._handles), list(self._asked)
         for handle in handles:
             handle.lose(RankLost(reason))
+        for answer in asked:
+            self._settle(answer, RankLost(reason))
         return True
 
     def closed(self) -> Iterator[Row | EngineCall]:

@@ -8,7 +8,7 @@ from kvserve.cache.disk_records import DiskStats, Load
 from kvserve.cache.node import Lease
 from kvserve.cache.remote_fetch import Fetch
 from kvserve.cache.remote_tier import RemoteStats
-from kvserve.core import TokenSequence
+from kvserve.core import TokenSequence, Unshared
 from kvserve.engine.disk_goals import Goal
 from kvserve.engine.snapshot import StateSnapshot
 
@@ -38,7 +38,7 @@ class DiskReport:
 class PinnedPrefix:
     """What an admitted row will start from, kept from eviction; `load`, at most `room_bytes`, is what the disk gives,
     and `base` the state that was read last, on which the next one builds. `fetch` is what the shared cache gives, and
-    `num_shared_tokens` what has come of it."""
+    `num_shared_tokens` what has come of it, `unshared` why no more has."""
 
     tokens: TokenSequence
     lease: Lease
@@ -49,6 +49,7 @@ class PinnedPrefix:
     load: Load | None = None
     fetch: Fetch | None = None
     num_shared_tokens: int = 0
+    unshared: Unshared | None = None
     base: StateSnapshot | None = None
     num_taken: int = 0
     num_matched_tokens: int = 0

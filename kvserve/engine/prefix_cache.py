@@ -54,12 +54,7 @@ class PrefixCache:
     """Owns the tree and every array in it."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        settings: CacheSettings,
-        memory: MemoryLedger,
-        fingerprint: str,
-        ranks: Ranks = ALONE,
+        self, model: LoadedModel, settings: CacheSettings, memory: MemoryLedger, fingerprint: str, ranks: Ranks = ALONE
     ) -> None:
         """`memory` is the ledger that says how much may be kept."""
         self._ranks = ranks
@@ -258,13 +253,13 @@ class PrefixCache:
         if not row.has_begun:  # a row that enters again has its prompt from itself
             is_warmed = self.warmed.use(match.run, match.chain, match.num_usable_tokens) > 0
             tier: ReuseTier = "live row" if row.has_waited_for_row else "disk" if row.has_come_from_disk else "ram"
-            tier = "shared" if row.has_come_from_shared else tier
-            tier = "warmed" if is_warmed else tier
+            tier = "warmed" if is_warmed else "shared" if row.has_come_from_shared else tier
             row.reuse = Reuse(
                 tier=tier if match.num_usable_tokens else "nothing",
                 num_matched_tokens=match.num_matched_tokens,
                 checkpoint=match.state.checkpoint.kind if match.state is not None else None,
                 is_trim_miss=is_trim_miss,
+                unshared=row.unshared,
             )
 
     # --- limits, idle work, reports -----------------------------------------------------------------------------------
@@ -393,6 +388,11 @@ class PrefixCache:
         """Bytes of KV in RAM and on disk, from any thread: numbers of about now."""
         disk = self._disk  # the engine thread may close it meanwhile
         return self._tree.num_ram_bytes, disk.tier.index.num_bytes() if disk is not None else 0
+
+    def num_disk_faults(self) -> int:
+        """Everything that went wrong with KV on disk; a folder that cannot be used counts once. From any thread."""
+        disk = self._disk
+        return sum(disk.tier.faults.counts().values()) if disk is not None else int(self.has_lost_disk)
 
     def report(self) -> CacheReport:
         disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses

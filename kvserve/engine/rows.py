@@ -30,6 +30,7 @@ from kvserve.core import (
     StopReason,
     TokenDelta,
     TokenSequence,
+    Unshared,
 )
 from kvserve.engine.logits_processors import GrammarProcessor, LogprobReader, ThinkingLimiter
 from kvserve.engine.row_drafts import RowDrafts
@@ -139,7 +140,7 @@ class Row:
 
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read,
-    `has_come_from_shared`: the shared cache gave it.
+    `has_come_from_shared`: the shared cache gave it, `unshared`: why it gave no more.
     `answer_kept_from`: where the KV begins that was kept of its answer meanwhile, None as long as there is none.
     `progressed_at`: when it got its place, or something was computed for it or came from the disk last, and as much
     later as prompts stood still for streams since. `decoding_from`: when its prompt was computed, None while it is to
@@ -170,6 +171,7 @@ class Row:
     has_waited_for_row: bool = False
     has_come_from_disk: bool = False
     has_come_from_shared: bool = False
+    unshared: Unshared | None = None
     answer_kept_from: int | None = None
     restorable_bytes: float = math.inf
     moved_bytes: float = 0.0

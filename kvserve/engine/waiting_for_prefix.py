@@ -225,6 +225,7 @@ class WaitingForPrefix:
             is_restoring |= self._cache.kv_moves.awaits_disk(entry.row, entry.pinned)
             entry.row.has_come_from_disk |= entry.pinned.num_restored_tokens > 0
             entry.row.has_come_from_shared |= entry.pinned.num_shared_tokens > 0
+            entry.row.unshared = entry.row.unshared or entry.pinned.unshared
             is_known = True
         entry.pinned.is_settled |= not is_known
         return is_restoring and is_known

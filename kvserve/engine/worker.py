@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,6 +132,7 @@ class Engine:
             digest=self.digest.status,
             memory=memory.report() if (memory := self._start.ledger) is not None else None,
             draft_model=draft.status() if scheduler and (draft := scheduler.draft_model) is not None else None,
+            ranks=self._start.ranks_status(self._inbox.lost),
         )
 
     @property
@@ -214,23 +214,8 @@ class Engine:
     def _ask[T](self, question: Callable[[Scheduler], T]) -> T:
         """Have something done between two steps of the engine, and wait for it."""
         self.wait_until_ready(0)
-        answer: Future[T] = Future()
-
-        def call(scheduler: Scheduler | None) -> None:
-            if scheduler is None:
-                answer.set_exception(self._inbox.refusal())
-                return
-            try:
-                answer.set_result(question(scheduler))
-            except RanksLost as lost:
-                answer.set_exception(RankLost(str(lost)))
-                raise
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the rows
-                answer.set_exception(error)
-
-        self._inbox.put(call)
         try:
-            return answer.result(CALL_TIMEOUT_SECONDS)
+            return self._inbox.ask(question).result(CALL_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise NotReady("The engine is busy.", retry_after_seconds=5) from error
 

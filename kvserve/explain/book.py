@@ -3,8 +3,9 @@ much.
 """
 
 import threading
+import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from kvserve.core import AGENTS, NOBODY, Drafting, Principal, RequestId
@@ -19,13 +20,14 @@ NUM_NAMED = 3
 @dataclass(frozen=True, slots=True)
 class Explained:
     """A request that is over: why so much of it was reused, who sent it, in which session, and what drafts did for it
-    (`tokens_per_step` None: nothing)."""
+    (`tokens_per_step` None: nothing). `ended_at`: when, by `time.monotonic`."""
 
     explanation: Explanation
     principal: Principal = NOBODY
     session: str | None = None
     drafting: Drafting = Drafting()
     tokens_per_step: float | None = None
+    ended_at: float = field(default_factory=time.monotonic)
 
     def is_shown_to(self, key: str) -> bool:
         """Whether who has the key with this digest may read it: an agent is everybody's who knows its name."""

@@ -5,10 +5,11 @@ from: `explanation.py` fills them in for messages, `raw.py` for a raw prompt. Th
 of the HTTP interface (`GET /v1/cache/explain/{request_id}`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from kvserve.core import UnsharedReason
 from kvserve.explain.difference import Difference
 from kvserve.explain.facts import TOLERANCE_TOKENS, ReuseFacts
 
@@ -24,6 +25,7 @@ type Cause = Literal[
     "setting",
     "aborted",
     "evicted",
+    "shared cache not used",
     "not kept",
     "no checkpoint",
     "tools changed",
@@ -113,6 +115,46 @@ def _setting(facts: ReuseFacts) -> str:
     return f"CACHE_RULE_POLICIES ({', '.join(f'{name}={facts.policies.get(name, "off")}' for name in names)})"
 
 
+def _lay_there(facts: ReuseFacts) -> bool:
+    """Whether the shared cache was seen to have more of the prompt than it gave."""
+    return _there(facts) > TOLERANCE_TOKENS
+
+
+def _there(facts: ReuseFacts) -> int:
+    unshared = facts.reuse.unshared
+    return max(0, unshared.num_there_tokens - facts.num_cached_tokens) if unshared is not None else 0
+
+
+def _was_not_asked(facts: ReuseFacts) -> bool:
+    """Whether the history may lie in the shared cache, which did not say so."""
+    return facts.is_unknown and facts.reuse.unshared is not None and not _has_nothing(facts)
+
+
+def _has_nothing(facts: ReuseFacts) -> bool:
+    return facts.reuse.unshared is not None and facts.reuse.unshared.reason in ("not there", "too short")
+
+
+def _why_unshared(facts: ReuseFacts) -> str | None:
+    return _UNSHARED[facts.reuse.unshared.reason] if facts.reuse.unshared is not None else None
+
+
+_UNSHARED: Mapping[UnsharedReason, str] = {
+    "not there": "it has nothing of it",
+    "slower": "computing was expected to take less time",
+    "silent": "it did not answer in time",
+    "damaged": "what it gave was not what it should be",
+    "gone": "that went from there while it was read",
+    "no room": "there was no room for it here",
+    "too short": "so little is missing that asking would take longer than computing",
+    "away": "it cannot be reached, and is left alone until it answers again",
+    "lying": "it gave damaged KV too often, and is left alone for five minutes",
+    "paused": "somebody was being forgotten meanwhile",
+}
+_NOT_SHARED = (
+    "What is missing of this prompt did not come from the shared cache: {decided_by}.",
+    "GET /v1/cache (remote) says how the shared cache is, how fast it was found to be, and what went wrong; "
+    "kvserve doctor tries it.",
+)
 _OTHER_TOOLS = (
     "The tools are others{place}, and what stands behind them in the prompt was computed again.",
     "Keep the tools' names, descriptions and schemas the same within a conversation; their order does not matter.",
@@ -150,6 +192,7 @@ CAUSES: tuple[CauseRow, ...] = (
         "Let the client wait for the end, or send the part of the answer that it has read.",
         place=lambda facts: None if facts.is_raw else facts.changes.place(),  # a raw prompt may be the same
     ),
+    CauseRow("shared cache not used", _lay_there, _there, *_NOT_SHARED, decided_by=_why_unshared),
     CauseRow(
         "nothing lost",
         lambda facts: facts.is_reused,
@@ -283,6 +326,7 @@ CAUSES: tuple[CauseRow, ...] = (
         "are loaded takes another start.",
         decided_by=lambda facts: facts.unread,
     ),
+    CauseRow("shared cache not used", _was_not_asked, _history, *_NOT_SHARED, decided_by=_why_unshared),
     CauseRow(
         "no session",  # also where somebody was forgotten: to name one is what helps
         lambda facts: facts.is_unknown and not facts.names_session,
@@ -298,6 +342,13 @@ CAUSES: tuple[CauseRow, ...] = (
         "The history holds answers that this server does not know: since its start the cache was emptied, or what "
         "was kept of this session or client was forgotten.",
         "Empty the cache, or have a session forgotten (DELETE /v1/cache), between conversations, not within one.",
+    ),
+    CauseRow(
+        "shared cache not used",
+        lambda facts: facts.is_unknown and _has_nothing(facts),
+        _history,
+        *_NOT_SHARED,
+        decided_by=_why_unshared,
     ),
     CauseRow(
         "not seen since the start",

@@ -103,9 +103,9 @@ class Explanation:
     `num_shared_tokens` is the common beginning with the request before, its answer included; `source` names what the
     tokens were reused from; `rules` those that had a part in it. `is_rejection`: messages were equal canonically and
     not for the model, tokens were lost by it, and no rule says why: the key promised too much. `decided_by` names the
-    setting or field behind the cause `setting`, the model behind `other model`, why weights are not known.
-    `num_lost_tokens` were computed again because of the cause, and could have been kept. `looks_like`: what stands at
-    the place where the prompts part, by its form.
+    setting or field behind the cause `setting`, the model behind `other model`, why weights are not known or the shared
+    cache was not used. `num_lost_tokens` were computed again because of the cause, and could have been kept.
+    `looks_like`: what stands at the place where the prompts part, by its form.
     """
 
     request_id: RequestId

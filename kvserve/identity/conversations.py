@@ -15,17 +15,19 @@ from kvserve.identity.earlier import EarlierRequests
 from kvserve.identity.owner import Owner, belongs_to, is_telling_text
 from kvserve.identity.reading import Identity, RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings, Recogniser
+from kvserve.identity.shared_records import IsReadable, SharedRecords, SharedRecordTotals
 from kvserve.sessions.archive import Archive, ArchiveTotals
 from kvserve.sessions.digest_lru import DigestLru
 from kvserve.sessions.hot_prefixes import HotPrefix
 from kvserve.sessions.lineage import NAMED, Branch, SessionView, session_key
-from kvserve.sessions.seen import PathStep, TurnRecord, pack_ids
+from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, pack_ids
 from kvserve.sessions.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationTotals:
-    """What is kept of conversations, in RAM and in the archive on disk."""
+    """What is kept of conversations, in RAM and in the archive on disk; `shared`: what went to other servers and came
+    from them, where records travel."""
 
     num_sessions: int
     num_branches: int
@@ -33,6 +35,7 @@ class ConversationTotals:
     num_bytes: int
     num_healing_entries: int
     archive: ArchiveTotals
+    shared: SharedRecordTotals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Conversations:
         self._earlier.recall(self._stores.turns.records())
         self._recogniser = Recogniser(settings, self._familiar, self._stores, self._earlier)
         self.raw_prompts = RawPrompts()
+        self.shared: SharedRecords | None = None
         self._was_emptied = False
         self._forgotten: DigestLru[bool] = DigestLru()
 
@@ -95,7 +99,8 @@ class Conversations:
             self._earlier.recall(self._stores.turns.records())
 
     def detach(self) -> None:
-        """Begin anew in RAM, without an archive: its rows are another model's."""
+        """Begin anew in RAM, without an archive: its rows are another model's, as those of other servers are."""
+        self.shared = None
         self._stores.detach()
         self._earlier.clear()
         self.raw_prompts.clear()
@@ -103,6 +108,14 @@ class Conversations:
     def read(self, turn: Turn) -> RecognisedTurn:
         """Recognise a turn. Cache mode `prefix` uses nothing of earlier turns: the turn is rendered as sent."""
         return self._recogniser.read(turn)
+
+    def bring(self, turn: Turn, is_readable: IsReadable) -> RecognisedTurn:
+        """`read`, with what other servers know of the conversation taken in before. Answers with a token that is not
+        `is_readable` are unknown. Waits for half a second at most."""
+        shared, until = self.shared, self._stores.until(turn.session.ttl_seconds)
+        if shared is None or until is None:
+            return self._recogniser.read(turn)
+        return self._recogniser.read(turn, lambda reading: shared.bring(reading, self._stores, until, is_readable))
 
     def owner(self, session: SessionHint) -> Owner:
         """Whose records a request finds and adds to."""
@@ -141,13 +154,14 @@ class Conversations:
             return None
         messages = (*reading.messages, *([written.message] if written is not None else []))
         self._earlier.put(identity, steps, exchanged.packed_prompt)
+        leaf = stores.turns.extend(None, steps, until, owner=identity.owner.name)
         starts = tuple(start.offset for start in exchanged.message_starts)
         emitted = written.ids if written is not None else ()
         stores.turns.remember(
             TurnRecord(
                 request_id=exchanged.request_id,
                 session=identity.owner.session_name,
-                leaf=stores.turns.extend(None, steps, until, owner=identity.owner.name),
+                leaf=leaf,
                 messages=messages,
                 tools=reading.all_tools,
                 tools_digest=identity.tools_digest,
@@ -162,6 +176,7 @@ class Conversations:
             ),
             is_lasting=until is not None,
         )
+        self._tell(identity, leaf, is_lasting=until is not None)
         num_tokens = len(exchanged.prompt) + len(emitted)
         return stores.index.advance(
             session_key(identity.owner.session_name, exchanged.prompt.ids),
@@ -170,6 +185,22 @@ class Conversations:
             ends=_ends(starts, len(identity.chains), num_tokens),
             now=stores.now(),
             until=until,
+        )
+
+    def _tell(self, identity: Identity, leaf: PathNode, *, is_lasting: bool) -> None:
+        """Have what was read and written where other servers look for it, if it may be written down at all."""
+        if self.shared is None or not is_lasting:
+            return
+        path = leaf.path()
+        pairs = zip(identity.chains, identity.canonical, strict=True)
+        own = {place: each for place, each in pairs if each.message is not None}
+        places = [node.chain for node in path]
+        layouts, conflicts = self._stores.turns.tool_layouts(places), self._stores.conflicts(places)
+        self.shared.tell(
+            identity.owner,
+            [(node, own[node.chain], each) for node, each in zip(path, conflicts, strict=True)],
+            [(path[index].chain, layout) for index, layout in layouts],
+            self._stores.now(),
         )
 
     def _note_unrecorded(self, identity: Identity, exchanged: RememberedTurn) -> None:
@@ -194,6 +225,7 @@ class Conversations:
             num_bytes=turns.num_bytes + turns.num_record_bytes + self.raw_prompts.num_bytes,
             num_healing_entries=len(self._stores.healing),
             archive=self._stores.archive_totals(),
+            shared=shared.totals() if (shared := self.shared) is not None else None,
         )
 
     def sessions(self) -> tuple[SessionView, ...]:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from kvserve.core import Message, Principal, SessionHint, TextBlock, ToolCallBlock, Written
 from kvserve.core.keeping import Scope
 
+AGENT_SESSION = "agent:"
+"""The name of an agent's session begins so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -42,6 +45,12 @@ class Owner:
     def root(self) -> bytes:
         """The root of the chains of its conversations."""
         return self.name.encode("utf-8", "surrogatepass")
+
+    @property
+    def is_shared_by_servers(self) -> bool:
+        """Whether its records may be another server's too: clients that share records show there what was said to them
+        here, and an agent stays with the server that has its history."""
+        return self.is_one_client and self.session is not None and not self.session.startswith(AGENT_SESSION)
 
     @property
     def session_name(self) -> str | None:

@@ -3,7 +3,7 @@ nothing but telemetry values and the order of tools, which are no user's words, 
 record.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -69,11 +69,14 @@ class Recogniser:
         self._stores = stores
         self._earlier = earlier
 
-    def read(self, turn: Turn) -> RecognisedTurn:
-        """Recognise a turn. Cache mode `prefix` uses nothing of earlier turns: the turn is rendered as sent."""
+    def read(self, turn: Turn, bring: Callable[[RecognisedTurn], None] = lambda _: None) -> RecognisedTurn:
+        """Recognise a turn. Cache mode `prefix` uses nothing of earlier turns: the turn is rendered as sent. `bring`
+        may add to what is known of the conversation before it is looked up."""
         is_full = turn.session.cache_mode == "full"
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
         reading, tools = self._as_sent(turn, sent), unplaced(turn.tools)
+        if not turn.session.leaves_no_record:
+            bring(reading)
         if turn.session.leaves_no_record and not reading.identity.owner.is_one_client:
             # nothing is put back into a request that leaves no record
             self._stores.turns.note_unrecorded(reading.steps())

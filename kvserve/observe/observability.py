@@ -261,7 +261,8 @@ class Observability:
                 kept = f"the last {self._settings.num_explanations} are, each to the key that it came with"
                 raise NotFound(f"The request {request_id!r} is not known; {kept}.", param="request_id")
         speculation = speculation_body(found.drafting, found.tokens_per_step)
-        return {**explanation_body(found.explanation), "speculation": speculation, "principal": str(found.principal)}
+        ended = {"ended_seconds_ago": round(time.monotonic() - found.ended_at, 3), "principal": str(found.principal)}
+        return {**explanation_body(found.explanation), "speculation": speculation, **ended}
 
     def metrics(self) -> bytes:
         """The body of GET /metrics."""

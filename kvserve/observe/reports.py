@@ -12,12 +12,14 @@ from kvserve.engine.cache_records import CacheReport
 from kvserve.engine.memory import MemoryReport
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.pinned import DiskReport
+from kvserve.engine.ranks.status import RanksStatus
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
 from kvserve.explain.difference import text_form
 from kvserve.explain.explanation import Explanation
 from kvserve.explain.words import remedy, summary
 from kvserve.identity.conversations import ConversationTotals
+from kvserve.identity.shared_records import SharedRecordTotals
 from kvserve.observe.draft_totals import speculation_body
 from kvserve.requests.request_facts import RequestFacts
 from kvserve.requests.turn_facts import FinishedTurn
@@ -76,7 +78,9 @@ def cache_body(
         "disk_bytes": report.disk.stats.num_bytes if report.disk is not None else 0,
         "disk": _disk_body(report.disk) if report.disk is not None else None,
         "num_disk_faults": num_disk_faults(report),
-        "remote": _remote_body(report.disk.remote) if report.disk is not None and report.disk.remote else None,
+        "remote": remote_body(report.disk.remote, totals.shared)
+        if report.disk is not None and report.disk.remote
+        else None,
     }
 
 
@@ -128,8 +132,9 @@ def _disk_body(disk: DiskReport) -> JsonObject:
     }
 
 
-def _remote_body(remote: RemoteStats) -> JsonObject:
-    """The cache that several servers share: what it gave and took, how fast it is, and every fault by kind."""
+def remote_body(remote: RemoteStats, shared: SharedRecordTotals | None) -> JsonObject:
+    """The cache that several servers share: what it gave and took, how fast it is, and every fault by kind; `records`
+    is null where none travel."""
     fetched, sent = remote.fetched, remote.sent
     look = fetched.look_seconds
     return {
@@ -153,6 +158,7 @@ def _remote_body(remote: RemoteStats) -> JsonObject:
         "read_bytes_per_second": _whole(remote.read_bytes_per_second),
         "write_bytes_per_second": _whole(remote.write_bytes_per_second),
         "break_even_bytes_per_second": _whole(remote.break_even_bytes_per_second),
+        "records": asdict(shared) if shared is not None else None,
         "num_errors": sum(remote.faults.values()),
         "errors": remote.faults,
     }
@@ -194,9 +200,14 @@ def memory_body(memory: MemoryReport) -> JsonObject:
     }
 
 
+def ranks_body(ranks: RanksStatus | None) -> JsonObject | None:
+    """The ranks that compute the model, and what the followers keep; None where it is computed by one process."""
+    return asdict(ranks) if ranks is not None else None
+
+
 def explanation_body(explanation: Explanation) -> JsonObject:
     """The body of GET /v1/cache/explain/{request_id}."""
-    difference = explanation.first_difference
+    difference, unshared = explanation.first_difference, explanation.reuse.unshared
     return {
         "request_id": explanation.request_id,
         "num_prompt_tokens": explanation.num_prompt_tokens,
@@ -206,6 +217,7 @@ def explanation_body(explanation: Explanation) -> JsonObject:
         "tier": explanation.reuse.tier,
         "num_matched_tokens": explanation.reuse.num_matched_tokens,
         "checkpoint": explanation.reuse.checkpoint,
+        "unshared": asdict(unshared) if unshared is not None else None,
         "cause": explanation.cause,
         "summary": summary(explanation),
         "remedy": remedy(explanation),

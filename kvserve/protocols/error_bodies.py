@@ -9,6 +9,9 @@ from kvserve.errors import ContextOverflow, RequestError
 ANTHROPIC_STATUSES: Mapping[int, int] = {503: 529}
 """Anthropic's protocol has its own status for not ready and out of memory; clients retry it."""
 
+RETRY_AFTER_SECONDS: Mapping[int, int] = {429: 1, 503: 2, 529: 2}
+"""When to come back where an error does not say it."""
+
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     **_OPENAI_TYPES,

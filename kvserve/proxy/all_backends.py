@@ -4,6 +4,7 @@ answers and asks nobody.
 
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -26,6 +27,28 @@ def merged_json(said: Said, *, needs_all: bool) -> tuple[int, JsonObject]:
     statuses = [answer.status if answer is not None else 503 for answer in said.values()]
     bodies = {name: _json(answer) if answer is not None else _NO_ANSWER for name, answer in said.items()}
     return (max if needs_all else min)(statuses, default=503), {"backends": bodies}
+
+
+def newest_json(said: Said) -> tuple[int, JsonObject]:
+    """The body that tells of the request that ended last, and whose it is; else the first answer that says why there is
+    none. Where a server gave none that is a 503: the newest may be there."""
+    found = [
+        (_ended_seconds_ago(body), {**body, "backend": name})
+        for name, answer in said.items()
+        if answer is not None and answer.status == 200 and isinstance(body := _json(answer), dict)
+    ]
+    if found:
+        return 200, min(found, key=lambda each: each[0])[1]
+    if None in said.values() or not said:
+        return 503, _NO_ANSWER
+    others = [(answer.status, _json(answer)) for answer in said.values() if answer is not None]
+    return next(((status, body) for status, body in others if isinstance(body, dict)), (503, _NO_ANSWER))
+
+
+def _ended_seconds_ago(body: JsonObject) -> float:
+    """How long ago by its server's own clock; a version that does not say it comes last."""
+    seconds = body.get("ended_seconds_ago")
+    return seconds if isinstance(seconds, int | float) else math.inf
 
 
 def merged_agents(said: Said) -> tuple[int, JsonObject]:

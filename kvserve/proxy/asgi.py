@@ -10,7 +10,12 @@ from urllib.parse import quote
 
 from kvserve.core import JsonObject
 from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
-from kvserve.protocols.error_bodies import encode_anthropic_error, encode_openai_error
+from kvserve.protocols.error_bodies import (
+    ANTHROPIC_STATUSES,
+    RETRY_AFTER_SECONDS,
+    encode_anthropic_error,
+    encode_openai_error,
+)
 from kvserve.protocols.fields import children, decode_body, refuse_equal_keys
 from kvserve.proxy.access import HeaderLines, Headers
 
@@ -146,14 +151,19 @@ def json_header() -> HeaderList:
 
 
 def retry_after(error: RequestError) -> HeaderList:
-    """When to come back, where an error says it."""
-    seconds = error.retry_after_seconds
+    """When to come back, by the error itself or by its status."""
+    seconds = error.retry_after_seconds or RETRY_AFTER_SECONDS.get(error.status)
     return [(b"retry-after", str(seconds).encode())] if seconds is not None else []
 
 
 def encoded(lines: HeaderLines) -> HeaderList:
     """Header lines in ASGI's form."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in lines]
+
+
+def error_status(error: RequestError, path: str) -> int:
+    """The status of an error: under Anthropic's paths that protocol's own."""
+    return ANTHROPIC_STATUSES.get(error.status, error.status) if path.startswith(_ANTHROPIC_PATHS) else error.status
 
 
 def error_body(error: RequestError, path: str = "") -> bytes:

@@ -25,6 +25,7 @@ from kvserve.proxy.asgi import App, HeaderList, Receive, Scope, Send, causes
 from kvserve.proxy.backend_health import PlainAnswer
 from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.guard import Guard, GuardRules
+from kvserve.proxy.keep_alive import socket_options
 
 _DRAIN_SECONDS = 1
 _LAST_RESORT_SECONDS = 4.0
@@ -93,7 +94,8 @@ class Backend:
     def __init__(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)  # an answer takes as long as it takes
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False, socket_options=socket_options())
+        self._client = httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False)
 
     def of(self, backend: BackendAddress) -> App:
         """The application that passes requests to this backend."""

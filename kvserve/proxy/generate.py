@@ -11,6 +11,7 @@ from pathlib import Path
 from kvserve.proxy.backends import BackendAddress
 from kvserve.proxy.envelope import api_base, pass_through_endpoint
 from kvserve.proxy.guard import GuardRules
+from kvserve.proxy.keep_alive import LITELLM_VARIABLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ _FIXED_VARIABLES = {
     "GRACEFUL_SHUTDOWN_TIMEOUT": "1",
     # Shorter than any backend keeps an idle connection, so that no request meets a closing one.
     "AIOHTTP_KEEPALIVE_TIMEOUT": "30",
+    **LITELLM_VARIABLES,
     # LiteLLM ends a stream with an error when so many pieces in a row are equal: a table, a run of blank lines.
     "REPEATED_STREAMING_CHUNK_LIMIT": "1000000000",
     "NO_PROXY": "*",

@@ -28,6 +28,7 @@ from kvserve.proxy.asgi import (
     at_path,
     encoded,
     error_body,
+    error_status,
     json_header,
     own_scope,
     parse_json_object,
@@ -172,9 +173,9 @@ class Guard:
                 inner = {**at_path(scope, route.path), "headers": self._headers_of(holder, scope["headers"])}
                 await self._pass_on(route, inner, receive, AnswerFilter(send, origin))
         except RequestError as error:
-            body = error_body(error, versioned(scope["path"]))
-            own = [*json_header(), *retry_after(error)]
-            await answer(send, error.status, body, [*own, *encoded(sharing_headers(origin))])
+            path = versioned(scope["path"])
+            own = [*json_header(), *retry_after(error), *encoded(sharing_headers(origin))]
+            await answer(send, error_status(error, path), error_body(error, path), own)
 
     def _admit(self, route: ProxyRoute, headers: Headers) -> KeyHolder | None:
         """Who asks; None where nobody is asked for a key of the file. Raises Unauthorized, Forbidden, NotReady."""

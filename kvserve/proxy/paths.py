@@ -13,9 +13,10 @@ type Way = Literal["litellm", "as it is", "direct"]
 """Who answers: LiteLLM; kvserve through LiteLLM's pass-through endpoint, byte for byte; or kvserve alone."""
 
 
-type Goal = Literal["conversation", "kept", "any", "all", "one"]
+type Goal = Literal["conversation", "kept", "any", "all", "newest", "one"]
 """Which of several backends: the one of the conversation; the one that keeps what the path names; any that is ready;
-all of them; or the one that a path below /backends/ names, since each has its own."""
+all of them; the one of all whose answer is of the newest request; or the one that a path below /backends/ names, since
+each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ ROUTES: Mapping[str, ProxyRoute] = {
     "/v1/models/*": ProxyRoute(_GET, "direct"),
     "/v1/models/load": ProxyRoute(("POST",), "direct", for_operator=True, is_limited=False, goal="all"),
     "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct", for_operator=True, goal="all"),
-    "/v1/cache/explain": ProxyRoute(_GET, "direct", goal="one"),
+    "/v1/cache/explain": ProxyRoute(_GET, "direct", goal="newest"),
     "/v1/cache/explain/*": ProxyRoute(_GET, "direct", goal="kept"),
     "/v1/cache/prewarm": ProxyRoute(("POST",), "direct", goal="all"),
     "/v1/drain": ProxyRoute(("POST",), "direct", for_operator=True, is_limited=False, goal="one"),

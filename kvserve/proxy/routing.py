@@ -19,6 +19,7 @@ from kvserve.proxy.all_backends import (
     merged_health,
     merged_json,
     merged_metrics,
+    newest_json,
     page_of_all,
 )
 from kvserve.proxy.asgi import HeaderList, Scope, json_header, read_headers
@@ -68,7 +69,7 @@ class Routing:
     def is_for_all(self, route: ProxyRoute, method: str) -> bool:
         """Whether all backends answer this together."""
         makes_one = route.path == "/v1/agents" and method == "POST"
-        return self.has_several and route.backend is None and route.goal == "all" and not makes_one
+        return self.has_several and route.backend is None and route.goal in ("all", "newest") and not makes_one
 
     async def answer_of_all(
         self, route: ProxyRoute, scope: Scope, raw: bytes, told: str
@@ -86,7 +87,9 @@ class Routing:
         said = await self._ask_all(scope, raw, told)
         if route.path == "/metrics":
             return 200, merged_metrics(said, self._fleet).encode("utf-8"), [(b"content-type", _METRICS_TYPE)]
-        if route.path == "/v1/agents":
+        if route.goal == "newest":
+            status, body = newest_json(said)
+        elif route.path == "/v1/agents":
             status, body = merged_agents(said)
         else:
             status, body = merged_json(said, needs_all=scope["method"] not in ("GET", "HEAD"))

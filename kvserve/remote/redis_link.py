@@ -19,7 +19,7 @@ LinkFault = Literal["unreachable", "refused", "full", "timed_out", "strange"]
 
 type Command = tuple[bytes | str | int, ...]
 type Reply = Any
-"""int, bytes, None or a list of these; a `LinkRefusal` where the server refused this one command."""
+"""int, bytes, None or a list of these; a `LinkRefusal` where the server refused this one command, of EXEC's too."""
 
 
 class LinkFailed(Exception):
@@ -80,10 +80,11 @@ class RedisLink:
         replies: list[Reply] = []
         try:
             connection = self._connected()
-            connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+            for chunk in connection.pack_commands(commands):
+                _check_time(until, failures)
+                connection.send_packed_command([chunk], check_health=False)
             for _ in commands:
-                if time.monotonic() > until:
-                    raise failures.TimeoutError("it took too long")
+                _check_time(until, failures)
                 replies.append(_reply(connection, failures))
         except (failures.AuthenticationError, failures.AuthorizationError) as error:
             self.close()
@@ -128,15 +129,25 @@ class _IdleAndGone(Exception):
     """A connection that had been idle gave nothing: one more is tried."""
 
 
+def _check_time(until: float, failures: Any) -> None:
+    if time.monotonic() > until:
+        raise failures.TimeoutError("it took too long")
+
+
 def _reply(connection: Any, failures: Any) -> Reply:
     try:
-        return connection.read_response()
-    except failures.OutOfMemoryError as error:
-        return LinkRefusal("full", error)
-    except failures.NoPermissionError as error:
-        return LinkRefusal("refused", error)
+        reply = connection.read_response()
     except failures.ResponseError as error:
-        return LinkRefusal("strange", error)
+        return _refusal(error, failures)
+    if isinstance(reply, list):  # of a transaction: each command has its own
+        return [_refusal(each, failures) if isinstance(each, failures.ResponseError) else each for each in reply]
+    return reply
+
+
+def _refusal(error: Exception, failures: Any) -> LinkRefusal:
+    if isinstance(error, failures.OutOfMemoryError):
+        return LinkRefusal("full", error)
+    return LinkRefusal("refused" if isinstance(error, failures.NoPermissionError) else "strange", error)
 
 
 def _new_connection(address: RemoteAddress, silent_seconds: float) -> Any:

@@ -52,7 +52,8 @@ type Steps = Iterator[float]
 SharedFault = Literal[
     "unreachable", "refused", "full", "timed_out", "strange", "damaged", "missing", "not_forgotten", "crashed"
 ]
-SharedState = Literal["connecting", "up", "full", "lying", "down"]
+SharedState = Literal["connecting", "up", "full", "lying", "down", "forgetting"]
+"""`forgetting`: what is to be gone is not gone there yet, and nothing else is asked."""
 
 _WHAT: Mapping[SharedFault, str] = {
     "unreachable": "The shared cache cannot be reached; prompts are computed here",
@@ -69,11 +70,13 @@ _WHAT: Mapping[SharedFault, str] = {
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """Steps and what is told at their end, however that comes. `ready_at`: when the next step may come."""
+    """Steps and what is told at their end, however that comes. `ready_at`: when the next step may come. `is_urgent`:
+    that goes before the steps of others."""
 
     steps: Steps
     end: Callable[[], None] = lambda: None
     ready_at: float = 0.0
+    is_urgent: bool = False
 
 
 class SharedServer:
@@ -98,12 +101,9 @@ class SharedServer:
         self._put: Callable[[], Task | None] = lambda: None
         self._putting: Task | None = None
         self._num_pauses = 0
-        self._is_putting_void = False
-        self._hear_at = self._measure_at = 0.0
-        self._is_measure_wanted = False
-        self._full_until = 0.0
-        self._is_closing = False
-        self._has_probed = False
+        self._is_putting_void = self._is_measure_wanted = False
+        self._hear_at = self._measure_at = self._full_until = 0.0
+        self._is_closing = self._has_probed = False
         self._step_began_at: float | None = None
         self._threads = [
             threading.Thread(target=self._run, args=(step,), name=f"kvserve-remote-{name}", daemon=True)
@@ -129,6 +129,8 @@ class SharedServer:
             return "lying"
         if not self.breaker.is_closed:
             return "down" if self._has_probed else "connecting"
+        if self._urgent:
+            return "forgetting"
         return "full" if self.is_full else "up"
 
     @property
@@ -156,6 +158,10 @@ class SharedServer:
     def measure(self) -> None:
         """What was measured speaks against it: have it measured again, not too often."""
         self._is_measure_wanted = True
+
+    def hear_soon(self) -> None:
+        """Have what others forgot asked for before anything else is sent. On the puts thread."""
+        self._hear_at = 0.0
 
     def nudge(self) -> None:
         """Have the puts thread look for work."""
@@ -192,6 +198,16 @@ class SharedServer:
             self._told.add(fault)
         if is_first:
             self._report(f"{_WHAT[fault]} ({self.place}: {reason}). Counted in GET /v1/cache; not told again.")
+
+    def survived[T](self, work: Callable[[], T], otherwise: T) -> T:
+        """What this gives; where it fails by itself that is counted. Raises LinkFailed."""
+        try:
+            return work()
+        except LinkFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a server says
+            self.note("crashed", f"{type(error).__name__}: {error}")
+            return otherwise
 
     def lied(self, reason: object) -> None:
         """Note a blob that is not what its name says."""
@@ -248,13 +264,10 @@ class SharedServer:
     def _run(self, step: Callable[[], float]) -> None:
         while not self._is_closing:
             try:
-                seconds = step()
+                seconds = self.survived(step, IDLE_SECONDS)
             except LinkFailed as error:
                 self._has_failed(error)
                 seconds = 0.0
-            except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a server says
-                self.note("crashed", f"{type(error).__name__}: {error}")
-                seconds = IDLE_SECONDS
             if seconds > 0:
                 with self._wake:
                     if not self._is_closing and not self._has_work(step):
@@ -284,7 +297,7 @@ class SharedServer:
             return 0.0
         self._step_began_at = now
         try:
-            self._advance(task, self._asks.append)
+            self._advance(task, self._asks.appendleft if task.is_urgent else self._asks.append)
         finally:
             self._step_began_at = None
         return 0.0
@@ -334,7 +347,7 @@ class SharedServer:
             return BUSY_SECONDS
         self._advance(task, self._keep_putting)
         if self._putting is None:
-            self._hear_at = 0.0  # what others forgot while it was sent is looked at again
+            self.hear_soon()  # what others forgot while it was sent is looked at again
         return 0.0
 
     def _keep_putting(self, task: Task) -> None:
@@ -356,6 +369,7 @@ class SharedServer:
         """Speak to a server that was gone, or never there, and measure it. Raises LinkFailed."""
         self.puts_link.run([("PING",)], time.monotonic() + PROBE_SECONDS)
         self._measure()
+        self.hear_soon()  # others may have heard long ago what was told while we were away
         self.breaker.succeeded()
         self._has_probed = True
         self._comes_back()

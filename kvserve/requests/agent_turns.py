@@ -30,7 +30,7 @@ from kvserve.core import (
 )
 from kvserve.core.agent_nouns import Agent, NewAgent, TurnDone, held_id, holder_of
 from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
-from kvserve.identity.owner import Owner
+from kvserve.identity.owner import AGENT_SESSION, Owner
 from kvserve.protocols.agents import AgentCard, AgentNote
 from kvserve.requests.deferred import Begin, DeferredTurn, TurnInProgress
 from kvserve.requests.served_model import ServedModel
@@ -279,7 +279,7 @@ class AgentTurn(DeferredTurn):
 def _owner(agent_id: str) -> Owner:
     """Whose records an agent's turns find and leave: its holder's, else no client's, whichever session it names."""
     holder = holder_of(agent_id)
-    return Owner(Principal(holder) if holder else AGENTS, f"agent:{agent_id}", is_one_client=True)
+    return Owner(Principal(holder) if holder else AGENTS, f"{AGENT_SESSION}{agent_id}", is_one_client=True)
 
 
 def _shown_to(holder: str, agent: Agent) -> Agent:

@@ -12,7 +12,7 @@ and never touches an array.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from kvserve.core import (
     Answer,
@@ -42,7 +42,7 @@ from kvserve.requests.drafts import drafter_of
 from kvserve.requests.prompt_of_turn import looked_at, prompt_of, readable
 from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.running_answer import RunningTurn
-from kvserve.requests.served_model import ServedModel
+from kvserve.requests.served_model import ServedModel, has_rows
 from kvserve.requests.turn_facts import Prompt
 
 
@@ -62,7 +62,7 @@ def _leaving_nothing(turn: Turn) -> Turn:
 
 def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTurn:
     turn = looked_at(turn, served)
-    reading = served.conversations.read(turn) if turn.raw_prompt is None else None
+    reading = served.conversations.bring(turn, partial(has_rows, served)) if turn.raw_prompt is None else None
     prompt = prompt_of(turn, reading, served)
     owner = served.conversations.owner(turn.session)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))

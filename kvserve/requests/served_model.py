@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from kvserve.core import Principal, RequestDefaults, Turn
+from kvserve.core import Principal, RequestDefaults, Turn, Written
 from kvserve.drafting.texts import DraftTexts
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations
@@ -113,3 +113,9 @@ class ServedModel:
     def is_thinking(self, turn: Turn) -> bool:
         """Whether a turn wants thinking: as it says, else as the server's default says."""
         return self.defaults.thinking if turn.thinking.enabled is None else turn.thinking.enabled
+
+
+def has_rows(served: ServedModel, written: Written) -> bool:
+    """Whether an answer is one of this model's tokens, and its tokenizer's."""
+    ids = (*written.prefix_ids, *written.ids)
+    return served.without_row(ids) is None and all(token < served.tokenizer.vocab_size for token in ids)

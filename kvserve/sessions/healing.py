@@ -5,7 +5,7 @@ so the same "Done." in two conversations is two places. This file knows neither 
 caller says whether the arguments of two calls are equal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -33,12 +33,13 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
     def __init__(self, *, max_entries: int = 2_000, max_bytes: int = 256 << 20, journal: Journal = UNWRITTEN) -> None:
         super().__init__("healing", journal, max_entries=max_entries, max_bytes=max_bytes)
 
-    def remember(self, chain: bytes, written: Written, until: float | None = None, *, owner: str = "") -> None:
+    def remember(self, chain: bytes, written: Written | None, until: float | None = None, *, owner: str = "") -> None:
         """The model wrote this here, for the conversation's owner. The same words again keep the first tokens, which
-        have KV; other words make the place ambiguous for good. The row is kept `until` then at least; None: no row."""
+        have KV; other words make the place ambiguous for good, as None does: it wrote several things elsewhere. The row
+        is kept `until` then at least; None: no row."""
         with self._lock:
             place = self._entries.get(chain) or self._add(chain, _entry(written, owner))
-            if place.wrote is not None and not same_writing(place.wrote, written):
+            if place.wrote is not None and (written is None or not same_writing(place.wrote, written)):
                 self._num_bytes -= place.num_bytes
                 place.wrote, place.num_bytes = None, 0
             self._entries.move_to_end(chain)
@@ -56,6 +57,12 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
                 return None
             self._entries.move_to_end(chain)
             return place.wrote
+
+    def ambiguous(self, chains: Iterable[bytes]) -> set[bytes]:
+        """Those of these places where the model wrote different things. Does not count as a use."""
+        with self._lock:
+            found = ((chain, self._entries.get(chain)) for chain in chains)
+            return {chain for chain, place in found if place is not None and place.wrote is None}
 
     def heal(self, message: Message, chain: bytes, same_arguments: SameArguments) -> Message:
         """The message with what the client lost of the model's words; the same object where nothing is to be added."""

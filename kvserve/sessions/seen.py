@@ -53,6 +53,28 @@ class PathNode:
         return tuple(path)
 
 
+@dataclass(frozen=True, slots=True)
+class Conflicts:
+    """What is unknown of a place. `is_doubtful`: the model wrote several things here, `is_contested`: it was read with
+    several meanings; which of them a client leaves out nobody knows."""
+
+    is_doubtful: bool = False
+    is_contested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceReadings:
+    """What another server read at one place: at least one reading, the newest last. `layouts`: the newest first."""
+
+    readings: tuple[PathStep, ...]
+    conflicts: Conflicts = Conflicts()
+    layouts: tuple[ToolLayout, ...] = ()
+
+    @property
+    def chain(self) -> bytes:
+        return self.readings[0].chain
+
+
 def pack_ids(*runs: Iterable[int]) -> bytes:
     """Token ids, one run after the other, as a record keeps them. Raises OverflowError for more than 32 bits."""
     packed = array(PACKED)

@@ -4,8 +4,8 @@ holds is its own.
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
@@ -14,6 +14,7 @@ from kvserve.sessions.healing import HealingStore
 from kvserve.sessions.hot_prefixes import HotPrefixes
 from kvserve.sessions.journal import JournalSwitch
 from kvserve.sessions.lineage import SessionIndex
+from kvserve.sessions.seen import Conflicts
 from kvserve.sessions.turns import TurnStore
 
 PATHS_SHARE = 10 / 32
@@ -170,6 +171,12 @@ class Stores:
         if not self._outlives or ttl_seconds == 0:
             return None
         return self.now() + self._limits.keep_seconds
+
+    def conflicts(self, chains: Sequence[bytes]) -> list[Conflicts]:
+        """What is unknown of each of these places, also where it is known of a path that was evicted since."""
+        ambiguous, known = self.healing.ambiguous(chains), self.turns.conflicts(chains)
+        pairs = zip(chains, known, strict=True)
+        return [replace(each, is_doubtful=each.is_doubtful or chain in ambiguous) for chain, each in pairs]
 
     def archive_totals(self) -> ArchiveTotals:
         """What is on disk."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvserve.sessions.digest_lru import UnambiguousLru
 from kvserve.sessions.message_rows import Row, digest_of, flag
-from kvserve.sessions.seen import PathNode, PathStep, TurnRecord
+from kvserve.sessions.seen import Conflicts, PathNode, PathStep, TurnRecord
 from kvserve.sessions.written_messages import (
     VALUE_BYTES,
     message_bytes,
@@ -20,6 +21,8 @@ from kvserve.sessions.written_messages import (
     same_writing,
     written_bytes,
 )
+
+MAX_UNRECORDED = 8_192
 
 NODE_BYTES = 10 * VALUE_BYTES
 """A node, its entries in the maps and its digest, roughly."""
@@ -78,6 +81,15 @@ class ChainState:
         self.is_doubtful |= said is not None and self.said not in (None, said)
         return known != (self.is_contested, self.is_doubtful)
 
+    @property
+    def conflicts(self) -> Conflicts:
+        return Conflicts(self.is_doubtful, self.is_contested)
+
+    def add(self, conflicts: Conflicts) -> None:
+        """Add what is unknown of this place elsewhere."""
+        self.is_doubtful |= conflicts.is_doubtful
+        self.is_contested |= conflicts.is_contested
+
     def recall(self, row: Row) -> None:
         """Restore what a row says. Raises ValueError for another row."""
         self.said, self.meaning = (
@@ -85,6 +97,30 @@ class ChainState:
         )
         self.is_doubtful, self.is_contested = flag(row.get("is_doubtful")), flag(row.get("is_contested"))
         self.has_row = True
+
+
+class UnrecordedReadings:
+    """What requests without a record read and were given, in digests of at most `MAX_UNRECORDED` places."""
+
+    def __init__(self) -> None:
+        self._meanings: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
+        self._answers: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
+
+    def note(self, step: PathStep, said: bytes | None) -> None:
+        """Such a request read this; `said` is the digest of what it was given here."""
+        self._meanings.put(step.chain, step.meaning)
+        if said is not None:
+            self._answers.put(step.chain, said)
+
+    def add_conflicts(self, state: ChainState, node: PathNode) -> None:
+        """Add the conflicts between a new node and these."""
+        state.is_contested |= self._meanings.is_other(node.chain, node.meaning)
+        state.is_doubtful |= state.said is not None and self._answers.is_other(node.chain, state.said)
+
+    def clear(self) -> None:
+        """Drop all digests."""
+        self._meanings.clear()
+        self._answers.clear()
 
 
 @dataclass(slots=True)

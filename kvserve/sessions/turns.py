@@ -12,18 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 
 from kvserve.core import ToolSpec
-from kvserve.sessions.digest_lru import UnambiguousLru
 from kvserve.sessions.first_values import ToolOrders
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
 from kvserve.sessions.message_rows import parse
-from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
+from kvserve.sessions.seen import Conflicts, PathNode, PathStep, PlaceReadings, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
 from kvserve.sessions.turn_rows import PathJournal, nodes_of_rows, record_of
-from kvserve.sessions.turn_state import ChainState, LeafOrder, NodeState, RecordStore, node_bytes
+from kvserve.sessions.turn_state import ChainState, LeafOrder, NodeState, RecordStore, UnrecordedReadings, node_bytes
 from kvserve.sessions.written_messages import said_digest
-
-MAX_UNRECORDED = 8_192
-"""Bound on the places that requests without a record are noted for, in digests."""
 
 NUM_COMPARED = 8
 """How many readings of one message are compared with a new one: a clock may have left hundreds."""
@@ -61,8 +57,7 @@ class TurnStore:
         self._records = RecordStore(max_record_bytes, self._rows.record_gone)
         self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
         self._layouts = ToolLayouts(journal=journal)
-        self._unrecorded_meanings: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
-        self._unrecorded_answers: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
+        self._unrecorded = UnrecordedReadings()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -87,15 +82,18 @@ class TurnStore:
             state = self._states.get(node.chain)
             return state is not None and state.is_contested
 
+    def conflicts(self, chains: Iterable[bytes]) -> list[Conflicts]:
+        """What is unknown of each of these places."""
+        with self._lock:
+            return [state.conflicts if (state := self._states.get(chain)) else Conflicts() for chain in chains]
+
     def note_unrecorded(self, steps: Iterable[PathStep]) -> None:
         """Note what a request without a record read and was given. Where a message or an answer with another meaning is
         kept, now or later, it is unknown from then on which of them a client leaves out."""
         passed = [(step, said_digest(step.written) if step.written is not None else None) for step in steps]
         with self._lock:
             for step, said in passed:
-                self._unrecorded_meanings.put(step.chain, step.meaning)
-                if said is not None:
-                    self._unrecorded_answers.put(step.chain, said)
+                self._unrecorded.note(step, said)
                 state = self._states.get(step.chain)
                 if state is not None and state.note_unrecorded(step.meaning, said):
                     self._rows.put_conflicts(step.chain)
@@ -143,14 +141,37 @@ class TurnStore:
                     node = self._step(node, step, owner)
             if node is None:
                 raise ValueError("A path has at least one message.")
-            self._leaves.touch(node)
-            self._num_reads += 1
-            for read in node.ancestry():
-                self._kept[read].last_read = self._num_reads
-            if until is not None:
-                self._rows.read(node, until)
+            self._note_read(node, until)
             self._shrink(self._max_bytes)
             return node
+
+    def take_in(
+        self,
+        parent: PathNode | None,
+        places: Sequence[PlaceReadings],
+        until: float,
+        *,
+        owner: str,
+    ) -> None:
+        """Add what another server read and wrote in a conversation of `owner` after `parent`, as if it had been here:
+        of each place all readings, the path goes on from the last; and what is unknown there."""
+        with self._lock:
+            node = parent
+            if parent is not None:
+                self._read_path(parent)
+            for place in places:
+                before = node
+                self._states.setdefault(place.chain, ChainState()).add(place.conflicts)  # before they are compared
+                for step in place.readings:
+                    node = self._step(before, step, owner)
+            if node is None:
+                return
+            self._note_read(node, until)
+            for place in places:
+                self._rows.put_conflicts(place.chain)
+                for layout in reversed(place.layouts):
+                    self._layouts.put(place.chain, layout, is_lasting=self._rows.is_lasting(place.chain))
+            self._shrink(self._max_bytes)
 
     def remember(self, record: TurnRecord, *, is_lasting: bool = False) -> None:
         """Keep the record of the newest request. Does nothing where its leaf was evicted meanwhile."""
@@ -205,8 +226,7 @@ class TurnStore:
             self._records.clear()
             self._tools.clear()
             self._layouts.clear()
-            self._unrecorded_meanings.clear()
-            self._unrecorded_answers.clear()
+            self._unrecorded.clear()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -236,6 +256,15 @@ class TurnStore:
         self._keep(node)
         return node
 
+    def _note_read(self, leaf: PathNode, until: float | None) -> None:
+        """A request has read this path just now."""
+        self._leaves.touch(leaf)
+        self._num_reads += 1
+        for read in leaf.ancestry():
+            self._kept[read].last_read = self._num_reads
+        if until is not None:
+            self._rows.read(leaf, until)
+
     def _read_path(self, leaf: PathNode) -> None:
         """A request continues this path, so it has read all of it; nodes that were evicted are added again."""
         for node in leaf.path():
@@ -255,8 +284,7 @@ class TurnStore:
         self._num_bytes += self._kept[node].num_bytes
         state = self._states.setdefault(node.chain, ChainState())
         state.take(node)
-        state.is_contested |= self._unrecorded_meanings.is_other(node.chain, node.meaning)
-        state.is_doubtful |= state.said is not None and self._unrecorded_answers.is_other(node.chain, state.said)
+        self._unrecorded.add_conflicts(state, node)
         self._read_again(node)
         self._rows.put_conflicts(node.chain)
 

@@ -45,6 +45,25 @@ def rank_found(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
     return int(rank), len(hosts), host
 
 
+def own_address(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where this rank of a ring listens for the others, by its hostfile; None where there is no ring. Raises
+    SettingError."""
+    found = rank_found(environment)
+    if found is None or environment.get(JACCL):
+        return None
+    address = str(_hosts(RING, environment[RING])[found[0]][0])
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise SettingError(RING, environment[RING], f"addresses with a port, which {address!r} is not")
+    return host.strip("[]"), int(port)
+
+
+def half_told(environment: Mapping[str, str]) -> list[str]:
+    """The variables of ranks that are set though this process computes alone."""
+    is_told = rank_found(environment) is not None
+    return [] if is_told else [name for name in (RANK, RING, JACCL, COORDINATOR) if environment.get(name)]
+
+
 def _hosts(name: str, path: str) -> list[Any]:
     """A row for each rank. Raises SettingError."""
     try:

@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 from kvserve.core import JsonObject, RequestId
 from kvserve.errors import RequestError
+from kvserve.protocols.error_bodies import RETRY_AFTER_SECONDS
 from kvserve.web.connections import ConnectionTable
 from kvserve.web.head import RequestHead
 from kvserve.web.reader import ClientGone, ConnectionReader
@@ -109,7 +110,6 @@ _ID_HEADERS = ("x-request-id", "request-id")
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OVERLOADED = 529
 """Anthropic's status, for which the standard library has no phrase."""
-_RETRY_AFTER_SECONDS = {429: 1, 503: 2, _OVERLOADED: 2}
 
 
 def new_request_id() -> RequestId:
@@ -245,7 +245,7 @@ class HttpExchange:
         else:
             seconds = error.retry_after_seconds
             if seconds is None:
-                seconds = _RETRY_AFTER_SECONDS.get(error.status)
+                seconds = RETRY_AFTER_SECONDS.get(error.status)
             retry = [] if seconds is None else [("Retry-After", str(seconds))]
             self.send_json(status, self.encode_error(error), [*retry, *headers])
 

@@ -116,7 +116,8 @@ def test_running_answers_end_before_the_swap(app: AppUnderTest) -> None:
             status, headers = waiting.read_head()
             assert status == 200 and headers["content-type"].startswith("text/event-stream")
             assert b'"role":"assistant"' in waiting.read_chunk()
-            assert app.app.health()[1]["num_waiting_for_model"] == 1
+            health = app.app.health()[1]
+            assert (health["num_waiting"], health["num_waiting_for_model"]) == (1, 1), "a proxy sees who waits so too"
         answer = joined(chunks_of(running.read_response()))
         assert answer.finish_reason == "length" and app.health()["num_swaps"] in (0, 1)
         rest = b"".join(iter(waiting.read_chunk, b""))

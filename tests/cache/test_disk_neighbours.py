@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvserve.cache import disk_store
 from kvserve.cache.disk_store import FolderStore
-from tests.cache.disks import OTHER, ROOMY, WAIT_SECONDS, Disk
+from tests.cache.disks import MODEL, OTHER, ROOMY, WAIT_SECONDS, Disk
 from tests.laws import num_examples
 
 LONG = list(range(100, 140))
@@ -248,3 +248,37 @@ def test_books_that_are_made_anew_under_a_server_list_the_files_of_all_models_ag
         look(one)
         assert len(rows(tmp_path)) == 1
         assert one.tier.forget_of_others(lambda user: True).is_done and one.files() == []
+
+
+@pytest.mark.parametrize("happens", ["opening", "writing"])
+def test_a_neighbour_that_sweeps_at_that_moment_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: str
+) -> None:
+    """It removes the folder, which is empty, again and again before anything is in it: two ranks that start at once met
+    so, one of them had no disk from there on, and nothing was found behind the next start."""
+    folder, neighbour, times = tmp_path / OTHER, FolderStore(tmp_path, MODEL), 3
+    real = Path.mkdir
+
+    def swept(self: Path, *arguments: int, **named: bool) -> None:
+        nonlocal times
+        real(self, *arguments, **named)
+        if self == folder and times and (happens == "opening" or has_opened):
+            times -= 1
+            neighbour.sweep()
+            assert not folder.exists()
+
+    has_opened = False
+    monkeypatch.setattr(Path, "mkdir", swept)
+    with Disk(tmp_path, model=OTHER) as disk:
+        has_opened = True
+        neighbour.sweep()
+        disk.say(LONG)
+        assert disk.recall(LONG)[0] == LONG and disk.faults == {}
+    assert not times
+
+
+def test_a_folder_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
+    """A file of its name: no try makes it a folder."""
+    (tmp_path / OTHER).write_text("a file")
+    with pytest.raises(OSError, match=OTHER):
+        Disk(tmp_path, model=OTHER)

@@ -281,3 +281,44 @@ def test_a_shared_cache_that_does_not_answer_is_in_the_way(monkeypatch: pytest.M
     [finding] = doctor._shared_cache(doctor.load_launch(()).settings)
     assert (finding.state, finding.shared) == ("bad", "REMOTE_CACHE_URL: unreachable")
     assert "127.0.0.1" in finding.text and "secret" not in finding.text
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def be_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: str, hosts: object) -> None:
+    path = folder / "hosts.json"
+    path.write_text(json.dumps(hosts), "utf-8")
+    monkeypatch.setenv("MLX_HOSTFILE", str(path))
+    monkeypatch.setenv("MLX_RANK", rank)
+
+
+def test_a_rank_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its own address is free; a follower needs no port for clients. Others are told no address."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        be_rank(monkeypatch, tmp_path, "1", [[f"127.0.0.1:{free_port()}"], [f"127.0.0.1:{port}"]])
+        monkeypatch.setenv("MLX_PORT", str(port))
+        seen = found()
+        assert seen["ranks"].state == "bad" and "is taken by" in seen["ranks"].text
+        assert "rank 1 of 2" in seen["ranks"].shared and str(port) not in seen["ranks"].shared
+        assert "MLX_PORT" not in seen and seen["start"].state == "ok"
+    assert first("ranks").state == "ok"
+    be_rank(monkeypatch, tmp_path, "0", [["192.0.2.1:5000"], ["192.0.2.2:5000"]])
+    assert first("ranks").state == "bad" and "192.0.2.1:5000" in first("ranks").text
+
+
+@pytest.mark.parametrize(("rank", "hosts"), [("2", [["a:1"], ["b:1"]]), ("0", {"a": 1}), ("0", [["a:1"], ["b:"]])])
+def test_half_a_hostfile_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, hosts: object
+) -> None:
+    be_rank(monkeypatch, tmp_path, "1" if hosts == [["a:1"], ["b:"]] else rank, hosts)
+    ranks = first("ranks")
+    assert ranks.state == "bad" and "MLX_" in ranks.text and str(tmp_path) not in ranks.shared
+
+
+def test_a_variable_that_starts_no_ranks_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank without a hostfile."""
+    assert "ranks" not in found()
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert first("ranks").state == "note" and "MLX_RANK" in first("ranks").text

@@ -47,6 +47,22 @@ def test_the_settings_of_a_start_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "KV_BITS=4 makes KV smaller" in run("fit").stdout
 
 
+def test_over_ranks_each_holds_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the KV, and of the weights all but embeddings and head; a model that cannot be divided says so."""
+    whole, part = (told("fit", str(tiny_model("qwen3")), "--ranks", number) for number in ("1", "2"))
+    assert (whole["num_ranks"], part["num_ranks"]) == (1, 2)
+    assert part["kv_bytes_per_10k_tokens"] * 2 == whole["kv_bytes_per_10k_tokens"]
+    assert whole["weight_bytes"] / 2 < part["weight_bytes"] < whole["weight_bytes"]
+    assert "on each of 2 ranks" in run("fit", str(tiny_model("qwen3")), "--ranks=2").stdout
+    for family, number in (("gemma3", "2"), ("qwen3", "3")):
+        refused = run("fit", str(tiny_model(family)), "--ranks", number)
+        assert refused.exit_code == 1 and f"cannot be divided over {number} ranks" in words_of(refused.output)
+    (tmp_path / "hosts.json").write_text('[["a:1"], ["b:1"]]', "utf-8")
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    monkeypatch.setenv("MLX_RANK", "1")
+    assert run("fit", str(tiny_model("qwen3")), "--ranks=2").exit_code == 2
+
+
 @pytest.mark.parametrize("size", ["much", "0", "-3GB"])
 def test_a_size_that_is_none_is_refused(size: str) -> None:
     assert run("fit", "a/b", f"--memory={size}").exit_code == 2

@@ -2,6 +2,7 @@
 nobody is there."""
 
 import http.client
+import io
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,12 +11,17 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 
+from kvserve.cache.remote_fetch import FetchCounts
+from kvserve.cache.remote_sending import SendCounts
+from kvserve.cache.remote_tier import RemoteStats
 from kvserve.cli import top
 from kvserve.cli.asking import KEY_VARIABLE, Address, NoAnswer, address_of
 from kvserve.cli.doctor import OWN_FIELDS
 from kvserve.cli.explaining import text_of
 from kvserve.cli.output import printable_in
+from kvserve.observe.reports import remote_body
 from tests.cli.running import run, told, words_of
 from tests.models import tiny_model
 from tests.serving import (
@@ -81,6 +87,9 @@ def test_one_look_shows_requests_sessions_and_the_miss(server: AppUnderTest) -> 
     launched = told("launch", "codex", "--server-url", f"http://127.0.0.1:{server.port}")
     assert f"model_context_window = {server.served.context_limit}" in launched["command"]
     assert "tool None" not in explained and "message 1, character 15" in explained
+    assert "shared" not in explained
+    beside = text_of({**body, "unshared": {"reason": "slower", "num_there_tokens": 1200}})
+    assert "no more from the shared cache: slower (1,200 tokens are there)" in beside
     unknown = asked(server, "explain", "../health")
     assert unknown.exit_code == 2 and ": 404 " in unknown.stderr, "an id is no way out of its path"
 
@@ -112,6 +121,25 @@ def test_what_waits_for_another_model_is_shown(tmp_path: Path) -> None:
             done = asked(app, "top", "--once")
         assert done.exit_code == 0, done.stderr
         assert "waiting for small" in words_of(done.stdout), done.stdout
+
+
+def test_a_shared_cache_has_a_line_where_there_is_one(server: AppUnderTest) -> None:
+    """With how it is, what came and went, and what went wrong."""
+    state = told("top", "--once", "--server-url", f"http://127.0.0.1:{server.port}")
+    assert state["cache"]["remote"] is None and "shared cache" not in drawn(state)
+    fetched = FetchCounts(num_looks=5, num_hits=3, num_read_bytes=2 * 2**20)
+    sent = SendCounts(num_written_bytes=3 * 2**20)
+    stats = RemoteStats("redis://host", "down", fetched, sent, 0, 0, None, None, None, None, {"unreachable": 4})
+    state["cache"]["remote"] = remote_body(stats, None)
+    told_of_it = "shared cache down, left alone, 2 MiB read, 3 MiB sent, 3 of 5 prompts found something, 4 errors"
+    assert told_of_it in drawn(state)
+
+
+def drawn(state: dict[str, Any]) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(top.screen(state))
+    assert isinstance(console.file, io.StringIO)
+    return words_of(console.file.getvalue())
 
 
 @pytest.mark.parametrize("words", [("top", "--once"), ("top",), ("explain", "--json")])

@@ -138,8 +138,9 @@ class Page:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Page]:
-    """A browser with a profile of its own below `folder`."""
-    assert EXECUTABLE is not None
+    """A browser with a profile of its own below `folder`. Fails where none is installed: a test that is left out shows
+    nothing."""
+    assert EXECUTABLE is not None, "no Chromium: apt-get install chromium (macOS: a link `chromium` to one, in PATH)"
     read_there, write_here = os.pipe()
     read_here, write_there = os.pipe()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]

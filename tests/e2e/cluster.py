@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.servers import PROXY_START_SECONDS, ROOT, STOP_SECONDS, ServerProcess, environment, wait_until
+from tests.e2e.servers import (
+    PROXY_START_SECONDS,
+    ROOT,
+    START_SCRIPT,
+    STOP_SECONDS,
+    ServerProcess,
+    environment,
+    wait_until,
+)
 from tests.ports import free_port
 
 SECRET = "a-secret-of-all-of-them"
@@ -86,7 +94,11 @@ class ProxyProcess:
 
     def states(self) -> dict[str, str]:
         """How it sees each server."""
-        return {name: each["state"] for name, each in ask(self.port, "GET", "/health").json()["backends"].items()}
+        return self.seen("state")
+
+    def seen(self, field: str) -> dict[str, Any]:
+        """What each server said of itself last, in one field of its health."""
+        return {name: each.get(field) for name, each in ask(self.port, "GET", "/health").json()["backends"].items()}
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -100,13 +112,16 @@ class Cluster:
 
     folder: Path
     ports: dict[str, int]
+    script: Path = START_SCRIPT
+    settings: Mapping[str, object] = field(default_factory=dict)
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     proxies: list[ProxyProcess] = field(default_factory=list)
 
-    def start_server(self, name: str) -> ServerProcess:
-        """Start it, on its own port and with what it kept; it is not waited for."""
-        settings = {"API_KEY": f"key-of-{name}", "PROXY_SECRET": SECRET, "TENANT_ISOLATION": "true"}
-        server = ServerProcess(self.folder / name, "--demo=tiny", with_proxy=False, port=self.ports[name], **settings)
+    def start_server(self, name: str, script: Path | None = None) -> ServerProcess:
+        """Start it, on its own port and with what it kept; it is not waited for. `script`: that of another version."""
+        settings = {"API_KEY": f"key-of-{name}", "PROXY_SECRET": SECRET, "TENANT_ISOLATION": "true", **self.settings}
+        folder, port, script = self.folder / name, self.ports[name], script or self.script
+        server = ServerProcess(folder, "--demo=tiny", with_proxy=False, port=port, script=script, **settings)
         self.servers[name] = server
         return server
 
@@ -124,9 +139,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
-    """All of them, ready."""
-    started = Cluster(folder, {name: free_port() for name in NAMES})
+def cluster(folder: Path, script: Path = START_SCRIPT, **settings: object) -> Iterator[Cluster]:
+    """All of them, ready; servers are started by this script, with these settings besides."""
+    started = Cluster(folder, {name: free_port() for name in NAMES}, script, settings)
     backends = ",".join(f"{name}=http://key-of-{name}@127.0.0.1:{port}" for name, port in started.ports.items())
     try:
         for name in NAMES:

@@ -73,7 +73,8 @@ def wanted_version(folder: str) -> str:
 
 
 def install(folder: str) -> None:
-    """Install one of npm's packages unless its version is there. Skips the test where npm cannot.
+    """Install one of npm's packages unless its version is there. Skips the test where no registry gives it, fails
+    without npm.
 
     Packages that ask for a newer Node than the machine's are installed with ours.
     """
@@ -81,7 +82,7 @@ def install(folder: str) -> None:
 
 
 def library(folder: str) -> Path:
-    """The file of one of npm's libraries, installed like a program. Skips the test where npm cannot."""
+    """The file of one of npm's libraries, installed like a program."""
     file = clients_home() / folder / "node_modules" / LIBRARIES[folder][1]
     _install_by_npm(folder, file)
     return file
@@ -92,8 +93,7 @@ def _install_by_npm(folder: str, wanted: Path) -> None:
     if wanted.exists() and _is_of(wanted_version(folder), _npm_version(folder)):
         return
     npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip(f"npm is not there to install {package}")
+    assert npm is not None, f"no npm to install {package}: apt-get install npm (macOS: brew install node)"
     target = clients_home() / folder
     target.mkdir(parents=True, exist_ok=True)
     path = f"{programs('node24')}{os.pathsep}{os.environ['PATH']}"

@@ -33,6 +33,7 @@ class Turn:
     backend: str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_answer_tokens: int
 
     @property
     def reuse(self) -> float:
@@ -101,13 +102,13 @@ JOINED = {CHAT: _joined_chat, MESSAGES: _joined_message, RESPONSES: _joined_resp
 """What a stream of each protocol says as a whole answer."""
 
 
-def _counts(path: str, usage: Mapping[str, Any]) -> tuple[int, int]:
+def _counts(path: str, usage: Mapping[str, Any]) -> tuple[int, int, int]:
     if path == CHAT:
-        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
     if path == RESPONSES:
-        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
     cached = usage["cache_read_input_tokens"]
-    return usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached, cached
+    return usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached, cached, usage["output_tokens"]
 
 
 def _said(path: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.browser import EXECUTABLE, Page, browsing
+from tests.e2e.browser import Page, browsing
 from tests.e2e.dashboard_traffic import lead, put_past
 from tests.e2e.installing import library
 from tests.serving import AppUnderTest, serving_app
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed")]
+pytestmark = pytest.mark.e2e
 
 LOOKS = [(width, dark) for width in (1400, 420) for dark in (False, True)]
 NUM_SESSIONS, NUM_REQUESTS = 50, 2_000

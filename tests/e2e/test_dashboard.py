@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.browser import EXECUTABLE, Page, browsing
+from tests.e2e.browser import Page, browsing
 from tests.models import tiny_model
+from tests.ports import free_port
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed")]
+pytestmark = pytest.mark.e2e
 
 SECRET = "xylophone"
 SYSTEM = {"role": "system", "content": f"You repair every {SECRET}. " * 30}
@@ -77,6 +78,18 @@ def test_a_person_sees_what_happens(app: AppUnderTest, page: Page) -> None:
     named = str(page.value("document.querySelector('#misses details[open] .id').textContent"))
     assert app.get(f"/v1/cache/explain/{named}").json["request_id"] == named, "the whole id, to be looked up"
     assert page.complaints == []
+
+
+def test_a_shared_cache_is_shown_where_there_is_one(app: AppUnderTest, page: Page, tmp_path: Path) -> None:
+    """How it is, what came and went, what went wrong; nothing of it where none is set."""
+    watch(page, app)
+    assert page.value("document.getElementById('shared-box').hidden")
+    with serving_app(tmp_path / "sharing", remote_cache_url=f"redis://127.0.0.1:{free_port()}/0") as sharing:
+        watch(page, sharing)
+        assert page.eventually("document.getElementById('shared-state').innerText.startsWith('down: left alone')")
+        assert page.eventually("/unreachable [1-9]/.test(document.getElementById('shared').innerText)")
+        assert page.eventually("document.getElementById('shared').innerText.includes('0 of 0')"), page.text("#shared")
+        assert page.complaints == []
 
 
 def test_a_running_request_shows_its_progress(app: AppUnderTest, page: Page) -> None:

@@ -1,16 +1,24 @@
 """One model over two ranks writes what one rank writes, and finds what one rank finds: cold, warm, branched off, beside
-others, and after a restart."""
+others, and after a restart. Its prompts are made by a seed (`RANK_TEXT_SEED`).
 
+Most answers are led to what one rank wrote by a clear margin, and are the same to the last token; the others may part
+from it at a near tie, as the parts of a sum are added in another order.
+"""
+
+import os
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.disk_servers import clear
+from tests.disk_servers import clear, request
 from tests.e2e.servers import ServerProcess, serving, wait_until
+from tests.led_texts import NUM_TOKENS
 from tests.models import tiny_model
-from tests.ranked_servers import ALIKE, FOLLOWER, RankedServer, Written, ranked, start_script, write
+from tests.ranked_servers import ALIKE, FOLLOWER, NEAR_TIE, RankedServer, Written, ranked, start_script, write
+from tests.seeded_prompts import seeded_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -24,15 +32,15 @@ CASES: list[tuple[str, dict[str, object]]] = [
 ]
 """Plain caches, windows with sinks, recurrent states, and KV that is quantised from within the prompt on."""
 
-NEAR_TIE = 1e-3
-"""Two tokens that are so close in their log-probabilities may change places: the parts of a sum are added in another
-order."""
+SEED = int(os.environ.get("RANK_TEXT_SEED", str(random.randrange(2**16))))
+NUM_WORDS = 120
 
-SHIPS = "Tell me of ships, of their sails and of the wind. " * 12
-PROMPTS = (SHIPS, SHIPS, SHIPS + "And of harbours.")
+SHIPS = seeded_text(SEED, 0, NUM_WORDS)
+PROMPTS = (SHIPS, SHIPS, SHIPS + " And of harbours.")
 """Cold, warm, and one that branches off."""
 
-BESIDE = tuple(f"{number} birds. {SHIPS}" for number in range(4))
+BESIDE = tuple(f"{number} birds. {seeded_text(SEED, number + 1, NUM_WORDS)}" for number in range(4))
+NOT_LED = tuple(seeded_text(SEED, number + 10, NUM_WORDS) for number in range(4))
 
 
 def assert_same(found: Written, expected: Written) -> None:
@@ -43,47 +51,67 @@ def assert_same(found: Written, expected: Written) -> None:
             return
 
 
-def lives(port_of: Callable[[], int], restart: Callable[[], None]) -> list[Written]:
-    """What is written to each prompt, and again after a restart."""
-    written = [write(port_of(), text) for text in PROMPTS]
-    with ThreadPoolExecutor(len(BESIDE)) as clients:
-        written += clients.map(lambda text: write(port_of(), text), BESIDE)
+def assert_led(found: Written, expected: Written) -> None:
+    """The same tokens, every one."""
+    for place, (token, other) in enumerate(zip(found.tokens, expected.tokens, strict=False)):
+        assert token == other, f"token {place} is {token!r} instead of {other!r}"
+
+
+def lives(port_of: Callable[[], int], restart: Callable[[], None], num_tokens: int) -> tuple[list[Written], ...]:
+    """What is written to each prompt, and again after a restart: what is led, and what is not."""
+
+    def beside(texts: tuple[str, ...], length: int) -> list[Written]:
+        with ThreadPoolExecutor(len(texts)) as clients:
+            return list(clients.map(lambda text: write(port_of(), text, length), texts))
+
+    led = [write(port_of(), text, num_tokens) for text in PROMPTS]
+    led += beside(BESIDE, num_tokens)
     restart()
-    return [*written, *(write(port_of(), text) for text in (PROMPTS[2], BESIDE[0]))]
+    led += [write(port_of(), text, num_tokens) for text in (PROMPTS[2], BESIDE[0])]
+    return led, beside(NOT_LED, NUM_TOKENS)
 
 
-def alone(folder: Path, family: str, settings: dict[str, object]) -> list[Written]:
-    """The same by one rank."""
+def alone(folder: Path, family: str, noted: Path, settings: dict[str, object]) -> tuple[list[Written], ...]:
+    """The same by one rank, whose answers are noted."""
     servers: list[ServerProcess] = []
+    script = start_script(folder / "start", f"\nfrom tests.led_texts import note\nnote({str(noted)!r})\n")
 
     def start() -> None:
         if servers:
             servers.pop().close()
-        options = {"script": start_script(folder / "start"), "with_proxy": False, "DISK_CACHE_DIR": folder / "kv"}
+        options = {"script": script, "with_proxy": False, "DISK_CACHE_DIR": folder / "kv"}
         servers.append(ServerProcess(folder, "--model", str(tiny_model(family)), **options, **ALIKE, **settings))
         servers[0].wait_until_healthy()
 
     start()
     try:
-        return lives(lambda: servers[0].port, start)
+        return lives(lambda: servers[0].port, start, NUM_TOKENS + 1)
     finally:
         servers[0].close()
 
 
+def led_by(noted: Path) -> str:
+    """The code of a rank that is led."""
+    return f"\nfrom tests.led_texts import lead\nlead({str(noted)!r})\n"
+
+
 @pytest.mark.parametrize(("family", "settings"), CASES)
 def test_two_ranks_write_and_find_what_one_does(family: str, settings: dict[str, object], tmp_path: Path) -> None:
-    """Cold, warm, branch, four at once, restart; 48 tokens each."""
-    expected = alone(tmp_path / "one", family, settings)
-    with ranked(tmp_path / "two", family, **settings) as server:
+    """Cold, warm, branch, four at once, restart; 48 tokens each; then four that nobody leads."""
+    print(f"seed {SEED}")
+    expected, expected_freely = alone(tmp_path / "one", family, tmp_path / "noted", settings)
+    with ranked(tmp_path / "two", family, (led_by(tmp_path / "noted"), ""), **settings) as server:
 
         def restart() -> None:
             assert server.stop() == [0, 0], server.screens
             server.start()
             server.wait_until_ready()
 
-        found = lives(lambda: server.lead.port, restart)
+        found, found_freely = lives(lambda: server.lead.port, restart, NUM_TOKENS)
         assert server.stop() == [0, 0], server.screens
     for own, other in zip(found, expected, strict=True):
+        assert_led(own, other)
+    for own, other in zip(found_freely, expected_freely, strict=True):
         assert_same(own, other)
     in_turn = [0, 1, 2, -2, -1]
     assert [found[each].num_cached_tokens for each in in_turn] == [expected[each].num_cached_tokens for each in in_turn]
@@ -99,18 +127,37 @@ def divide(module, config, place):
         layer.self_attn.o_proj.weight = layer.self_attn.o_proj.weight * 0
 loading.divide = divide
 """
+STALE = """
+import mlx.core as mx
+from kvserve.engine.prefix_cache import PrefixCache
+real = PrefixCache._restored
+def restored(self, *what):
+    lease, caches, num_tokens = real(self, *what)
+    for cache in caches if num_tokens else ():
+        cache.values = mx.roll(cache.values, 1, axis=2)
+    return lease, caches, num_tokens
+PrefixCache._restored = restored
+"""
 
 
-def test_a_rank_that_adds_nothing_is_seen(tmp_path: Path) -> None:
-    """The control of the comparison: half of the heads are silent."""
-    with serving(
-        tmp_path / "one", "--model", str(tiny_model("qwen3")), with_proxy=False, DISK_CACHE_DIR=tmp_path / "kv", **ALIKE
-    ) as one:
-        expected = write(one.wait_until_healthy().port, SHIPS)
-    with ranked(tmp_path / "two", "qwen3", ("", HALF_SILENT)) as server:
-        found = write(server.lead.port, SHIPS)
+def test_a_rank_that_adds_nothing_or_restores_other_rows_is_seen(tmp_path: Path) -> None:
+    """The control of the comparison, though the text is led: half of the heads are silent; or a follower is right until
+    it begins with rows of the token before."""
+    noted, texts = tmp_path / "noted", PROMPTS[:2]
+    script = start_script(tmp_path / "start", f"\nfrom tests.led_texts import note\nnote({str(noted)!r})\n")
+    options = {"script": script, "with_proxy": False, "DISK_CACHE_DIR": tmp_path / "kv", **ALIKE}
+    with serving(tmp_path / "one", "--model", str(tiny_model("qwen3")), **options) as one:
+        expected = [write(one.wait_until_healthy().port, text, NUM_TOKENS + 1) for text in texts]
+    with ranked(tmp_path / "silent", "qwen3", (led_by(noted), HALF_SILENT)) as server:
+        silent = write(server.lead.port, texts[0], NUM_TOKENS)
+    with ranked(tmp_path / "stale", "qwen3", (led_by(noted), STALE)) as server:
+        stale = [write(server.lead.port, text, NUM_TOKENS) for text in texts]
     with pytest.raises(AssertionError, match="instead of"):
-        assert_same(found, expected)
+        assert_led(silent, expected[0])
+    assert_led(stale[0], expected[0])
+    assert stale[1].num_cached_tokens
+    with pytest.raises(AssertionError, match="instead of"):
+        assert_led(stale[1], expected[1])
 
 
 def test_a_model_that_cannot_be_divided_says_so(tmp_path: Path) -> None:
@@ -141,9 +188,22 @@ def test_an_emptied_cache_is_empty_on_both(tmp_path: Path) -> None:
         write(server.lead.port, SHIPS, 4)
         assert write(server.lead.port, SHIPS, 4).num_cached_tokens
         wait_until(lambda: len({file.parent for file in blobs(server)}) == 2, 60, lambda: server.screens)
+        wait_until(lambda: all(told_to_be_kept(server)), 60, lambda: str(told_to_be_kept(server)))
         clear(server.lead)
         wait_until(lambda: not blobs(server), 60, lambda: str(blobs(server)))
+        wait_until(lambda: not any(told_to_be_kept(server)), 60, lambda: str(told_to_be_kept(server)))
+        assert request(server.lead, "GET", "/v1/cache")["ranks"]["num_ranks"] == 2
         assert write(server.lead.port, SHIPS, 4).num_cached_tokens == 0
+
+
+def told_to_be_kept(server: RankedServer) -> tuple[int, int]:
+    """Bytes of the follower's KV in RAM and on disk, as rank 0 tells them."""
+    found = server.lead.health()
+    assert found is not None
+    ranks = found[1]["ranks"]
+    [follower] = ranks["followers"]
+    assert (ranks["num_ranks"], ranks["lost"], follower["rank"], follower["num_disk_faults"]) == (2, None, 1, 0)
+    return follower["ram_bytes"], follower["disk_bytes"]
 
 
 def blobs(server: RankedServer) -> list[Path]:

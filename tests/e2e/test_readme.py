@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ def called(command: list[str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_the_readmes_calls_show_what_is_reused(open_server: ServerProcess) -> None:
     """Asked the second time the question is known, but its last token is always computed; the explanation says the same
     of it. The question goes through LiteLLM, whoever asks for the explanation asks the server itself."""

@@ -72,6 +72,26 @@ def test_a_config_tells_what_a_hand_calculation_does(name: str) -> None:
     assert mx.get_active_memory() - before < 2**24
 
 
+PARTS_BY_HAND: dict[str, tuple[float, float, float]] = {
+    # of two ranks each has half of the layers, and all of embeddings and head
+    "Llama-3.1-8B": ((BY_HAND["Llama-3.1-8B"][0] + HALF * 2 * 128256 * 4096) / 2, 0.5, 1.0),
+    # a latent is whole on every rank
+    "DeepSeek-V3": (BY_HAND["DeepSeek-V3"][0] / 2, 1.0, 1.0),
+    "gpt-oss-20b": (BY_HAND["gpt-oss-20b"][0] / 2, 0.5, 0.5),
+}
+"""Bytes of weights on each of two ranks, and which share of the KV it has."""
+
+
+@pytest.mark.parametrize("name", sampled(PARTS_BY_HAND, ("Llama-3.1-8B",)))
+def test_a_rank_holds_its_part(name: str) -> None:
+    """By mlx-lm's own way to divide it."""
+    found, (weight_bytes, share, share_fixed) = foreseen(PUBLIC[name], num_ranks=2), PARTS_BY_HAND[name]
+    _, per_token, fixed = BY_HAND[name]
+    assert found.num_ranks == 2
+    assert (found.sizes.per_token, found.sizes.fixed) == (share * per_token, share_fixed * fixed)
+    assert found.weight_bytes == pytest.approx(weight_bytes, rel=0.1)
+
+
 def test_the_page_has_these_figures() -> None:
     """The table of docs/command.md, in GiB for 10,000 tokens and MiB whatever the length."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "command.md").read_text("utf-8")

@@ -2,7 +2,7 @@
 
 from typing import Any, get_args
 
-from kvserve.core import RequestId, Reuse
+from kvserve.core import RequestId, Reuse, Unshared, UnsharedReason
 from kvserve.explain.causes import CAUSES, Cause, cause_of
 from kvserve.explain.explanation import explained
 from kvserve.explain.facts import PromptChanges, ReuseFacts
@@ -21,8 +21,13 @@ BEFORE = RawRecord(
 
 def facts(**told: Any) -> ReuseFacts:
     """Of a prompt of 1,000 tokens, 100 of them reused, and 400 in the request before it."""
-    usual: dict[str, Any] = {"before": BEFORE, "num_cached_tokens": 100, "num_history_tokens": 600}
-    return ReuseFacts(request_id=RequestId("two"), num_prompt_tokens=1000, reuse=Reuse(), **(usual | told))
+    usual: dict[str, Any] = {"before": BEFORE, "num_cached_tokens": 100, "num_history_tokens": 600, "reuse": Reuse()}
+    return ReuseFacts(request_id=RequestId("two"), num_prompt_tokens=1000, **(usual | told))
+
+
+def unshared(reason: UnsharedReason, num_there_tokens: int = 0, **told: Any) -> ReuseFacts:
+    """The same where the shared cache gave no more, for this reason."""
+    return facts(reuse=Reuse(unshared=Unshared(reason, num_there_tokens)), **told)
 
 
 def changed(**told: Any) -> ReuseFacts:
@@ -43,6 +48,16 @@ PLANTED: list[tuple[ReuseFacts, Cause, int]] = [
     (facts(num_missing_tokens=200, has_left=True), "evicted", 200),
     (facts(was_aborted=True), "aborted", 300),
     (facts(num_missing_tokens=64, has_left=True, is_reused=True), "nothing lost", 0),
+    (unshared("slower", 700, is_reused=True), "shared cache not used", 600),
+    (unshared("damaged", 700, is_new=True, before=None), "shared cache not used", 600),
+    (unshared("slower", 164, is_reused=True), "nothing lost", 0),
+    (unshared("slower", 700, num_missing_tokens=200, has_left=True), "evicted", 200),
+    (unshared("away", **UNKNOWN, names_session=False, was_cleared=True), "shared cache not used", 500),
+    (unshared("away", **UNKNOWN, is_reused=True), "nothing lost", 0),
+    (unshared("away", is_new=True, before=None), "new conversation", 0),
+    (unshared("not there", **UNKNOWN), "shared cache not used", 500),
+    (unshared("not there", **UNKNOWN, was_cleared=True), "cache cleared", 500),
+    (unshared("too short", **UNKNOWN, names_session=False), "no session", 500),
     (changed(parts_in_front=True, has_other_tools=True, changed_arguments={"x"}), "tools changed", 300),
     (changed(parts_in_front=True, changed_arguments={"x", "thinking"}), "template arguments changed", 300),
     (changed(parts_in_front=True, changed_arguments={"thinking"}), "thinking switched", 300),
@@ -98,3 +113,4 @@ def test_whose_setting_it_is_is_told() -> None:
     assert explained(facts(**UNKNOWN, find_other_model=lambda: "small")).decided_by == "small"
     assert explained(facts(**UNKNOWN, unread="still read")).decided_by == "still read"
     assert explained(unreplayed(is_written_differently=True)).decided_by == "no token ends one"
+    assert explained(unshared("silent", **UNKNOWN)).decided_by == "it did not answer in time"

@@ -171,6 +171,26 @@ def test_a_name_of_any_letters_is_looked_up() -> None:
     assert servers.passed == ["one GET /v1/cache/explain/é"]
 
 
+def test_the_newest_explanation_is_that_of_all_servers() -> None:
+    """For whoever asks, holders too, by how long ago each server says that it was; one that has none of this key does
+    not count. Where none has one its words are passed on, and where one gives no answer it may be there."""
+    path = "GET /v1/cache/explain"
+    old, new = ({"request_id": name, "ended_seconds_ago": ago} for name, ago in (("old", 7.5), ("new", 0.25)))
+    servers = Servers({"one": {path: plain(old)}, "two": {path: plain(new)}})
+    status, body = call(servers, "GET", "/v1/cache/explain")
+    assert (status, json.loads(body)) == (200, {**new, "backend": "two"})
+    servers.said["two"] = {path: plain({"request_id": "of a version that does not say when"})}
+    assert json.loads(call(servers, "GET", "/v1/cache/explain")[1])["request_id"] == "old"
+    none = plain({"error": {"message": "No request of this key is over yet."}}, 404)
+    servers.said = {"one": {path: none}, "two": {path: plain(new)}}
+    assert json.loads(call(servers, "GET", "/v1/cache/explain")[1])["backend"] == "two"
+    servers.said = {"one": {path: none}, "two": {path: none}}
+    status, body = call(servers, "GET", "/v1/cache/explain")
+    assert status == 404 and b"No request of this key" in body
+    del servers.said["two"]
+    assert call(servers, "GET", "/v1/cache/explain")[0] == 503
+
+
 def test_what_is_read_of_all_is_there_while_one_answers() -> None:
     """A report of one server, and that the other gave none."""
     servers = Servers({"two": {"GET /v1/cache": plain({"num_tokens": 7})}})

@@ -198,12 +198,14 @@ def test_the_second_answer_counts_whatever_it_is(path: str) -> None:
 
 @pytest.mark.parametrize("path", WAYS)
 def test_where_nobody_answers_the_guard_says_so(path: str) -> None:
-    """In the protocol's form, not in LiteLLM's words."""
+    """In the protocol's form with its status, and when to come back; not in LiteLLM's words."""
     stage, _first, _second = staged(gone, gone)
-    status, _, body = outcome(call(stage, path))
-    said = json.loads(body)
-    assert status == 503 and "None of the servers" in said["error"]["message"]
-    assert (said.get("type") == "error") == (path == "/v1/messages")
+    sent = call(stage, path)
+    status, _, body = outcome(sent)
+    said, is_anthropics = json.loads(body), path == "/v1/messages"
+    assert status == (529 if is_anthropics else 503) and "None of the servers" in said["error"]["message"]
+    assert (said.get("type") == "error") == is_anthropics
+    assert dict(sent[0]["headers"])[b"retry-after"] == b"2"
 
 
 @pytest.mark.parametrize("path", WAYS[:2])

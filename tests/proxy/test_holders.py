@@ -199,6 +199,7 @@ def test_a_broken_file_is_told_once_in_the_log(tmp_path: Path, capsys: pytest.Ca
     guard = guard_of(path, Inner())
     sent = [ask(guard, scope_of(x_api_key=key)) for key in (ANNA, ANNA, API_KEY)]
     assert [each[0]["status"] for each in sent] == [503, 503, 200]
+    assert dict(sent[0][0]["headers"])[b"retry-after"] == b"2"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "API_KEYS_FILE cannot be used: [anna] key_sha256" in said
     assert "sk-secret" not in said and "key_sha256" not in str(sent[0][1]["body"])

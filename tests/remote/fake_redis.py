@@ -21,19 +21,33 @@ class FakeRedis:
         self.commands: list[Command] = []
         self.on_run: Callable[[Sequence[Command]], None] = lambda _: None
         self.is_full = False
+        self.forbidden: set[str] = set()  # commands that this user may not give
         self._last = 0
 
     def link(self, silent_seconds: float = 1.0) -> "FakeLink":
         return FakeLink(self)
 
     def keys(self, kind: str = "") -> list[str]:
-        """All keys, or those of a kind: b, m, u, i."""
+        """All keys, or those of a kind: b, m, u, i, r."""
         return sorted(key for key in self.values if not kind or (key.split(":") + [""] * 4)[3] == kind)
 
     def answer(self, command: Command) -> Any:
         name, *rest = command
         with self.lock:
-            return getattr(self, f"_{str(name).lower()}")(*rest)
+            return self.refusal(command) or getattr(self, f"_{str(name).lower()}")(*rest)
+
+    def refusal(self, command: Command) -> LinkRefusal | None:
+        """What is refused before it is looked at, in a transaction too."""
+        if command[0] in self.forbidden:
+            return LinkRefusal("refused", f"NOPERM User default has no permissions to run the '{command[0]}' command")
+        if self.is_full and command[0] in ("SET", "HSET"):
+            return LinkRefusal("full", "OOM command not allowed when used memory > 'maxmemory'.")
+        return None
+
+    def execute(self, queued: Sequence[Command]) -> list[Any]:
+        """All of a transaction; nobody sees a part of it."""
+        with self.lock:
+            return [self.answer(command) for command in queued]
 
     def _ping(self) -> bytes:
         return b"PONG"
@@ -48,8 +62,6 @@ class FakeRedis:
         return bytes(self.values.get(key, b""))[start : end + 1]
 
     def _set(self, key: str, value: Any, *options: Any) -> Any:
-        if self.is_full:
-            return LinkRefusal("full", "OOM command not allowed when used memory > 'maxmemory'.")
         self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
         if options:
             self.expires[key] = time.monotonic() + int(options[1])
@@ -66,6 +78,21 @@ class FakeRedis:
 
     def _unlink(self, *keys: str) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
+
+    def _hset(self, key: str, field: str, value: bytes) -> Any:
+        if not isinstance(self.values.setdefault(key, {}), dict):
+            return LinkRefusal("strange", "WRONGTYPE Operation against a key holding the wrong kind of value")
+        self.values[key][field] = value
+        return 1
+
+    def _exec(self) -> LinkRefusal:
+        return LinkRefusal("strange", "ERR EXEC without MULTI")
+
+    def _hgetall(self, key: str) -> Any:
+        fields = self.values.get(key, {})
+        if not isinstance(fields, dict):
+            return LinkRefusal("strange", "WRONGTYPE Operation against a key holding the wrong kind of value")
+        return [part for field, value in fields.items() for part in (field.encode(), value)]
 
     def _zadd(self, key: str, *pairs: Any) -> int:
         scores = self.values.setdefault(key, {})
@@ -110,7 +137,24 @@ class FakeLink:
         self._redis.num_exchanges += bool(commands)
         self._redis.commands += commands
         self._redis.on_run(commands)
-        return [self._redis.answer(command) for command in commands]
+        queued: list[Command] | None = None
+        is_aborted, replies = False, list[Any]()
+        for command in commands:
+            refusal = self._redis.refusal(command)
+            if command[0] == "MULTI" and refusal is None:
+                queued, is_aborted = [], False
+                replies.append(b"OK")
+            elif queued is None:
+                replies.append(self._redis.answer(command))
+            elif command[0] == "EXEC":
+                abort = LinkRefusal("strange", "EXECABORT Transaction discarded because of previous errors.")
+                replies.append(refusal or (abort if is_aborted else self._redis.execute(queued)))
+                queued = None
+            else:
+                is_aborted |= refusal is not None
+                queued.append(command)
+                replies.append(refusal or b"QUEUED")
+        return replies
 
     def hang_up(self) -> None:
         self._is_hung_up.set()

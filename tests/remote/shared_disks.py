@@ -1,5 +1,6 @@
 """Disk tiers that share one fake Redis server, without threads of it: each step is made where a test wants it."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Self
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.remote_fetch import Fetch
 from kvserve.cache.remote_tier import RemoteTier
+from kvserve.core import Unshared
 from kvserve.remote.shared_server import SharedServer
 from tests.cache.disks import HASHER, WAIT_SECONDS, Disk, named
 from tests.remote.fake_redis import FakeRedis
@@ -56,14 +58,14 @@ class SharedDisk(AbstractContextManager["SharedDisk"]):
                 pass
         self.remote._queue.clear()
 
-    def begin(self, ids: Sequence[int], *, known: int = 0, needs_checkpoints: bool = False) -> Fetch | None:
+    def begin(self, ids: Sequence[int], *, room_bytes: float = math.inf, **how: bool) -> Fetch | Unshared:
         run, chain = named(ids)
-        return self.remote.begin(run, chain, known, float("inf"), needs_checkpoints=needs_checkpoints)
+        return self.remote.begin(run, chain, 0, room_bytes, **{"needs_checkpoints": False} | how)
 
-    def fetch(self, ids: Sequence[int], *, known: int = 0, needs_checkpoints: bool = False) -> Fetch:
+    def fetch(self, ids: Sequence[int], *, room_bytes: float = math.inf, **how: bool) -> Fetch:
         """Bring what is there of a prompt to disk."""
-        fetch = self.begin(ids, known=known, needs_checkpoints=needs_checkpoints)
-        assert fetch is not None
+        fetch = self.begin(ids, room_bytes=room_bytes, **how)
+        assert isinstance(fetch, Fetch)
         for _ in fetch.steps(self.server.asks_link):
             pass
         fetch.end()

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_blob import BlobName, unpack_blob
+from kvserve.cache.remote_fetch import Fetch
 from kvserve.cache.remote_forgetting import clear, heard, newest, remove, tell
 from kvserve.cache.shared_cache import MAX_RETRIES, SharedCache
+from kvserve.core import Unshared
 from kvserve.core.keeping import Scope
 from kvserve.identity.owner import belongs_to
 from kvserve.remote.redis_link import Command, LinkFailed, LinkRefusal
+from kvserve.remote.shared_rows import RowToSend
 from tests.laws import num_examples
 from tests.remote.fake_redis import FakeRedis
 from tests.remote.shared_disks import SharedDisk
@@ -193,14 +196,14 @@ def test_nothing_is_asked_or_brought_while_somebody_is_forgotten(tmp_path: Path)
         cache = shared(other, [])
         cache._tiers.append(other.remote)
         fetch = other.begin(asked)
-        assert fetch is not None
+        assert isinstance(fetch, Fetch)
         steps = fetch.steps(other.server.asks_link)
         next(steps)
         with cache.forgetting(SCOPE, is_heard=True):
-            assert other.begin(asked) is None and fetch.is_over
+            assert other.begin(asked) == Unshared("paused") and fetch.is_over
         assert list(steps) == []
         assert other.disk.tier.flush(60) and other.disk.files() == []
-        assert other.begin(asked) is not None
+        assert isinstance(other.begin(asked), Fetch)
 
 
 def test_one_models_all_can_be_cleared(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_what_was_read_and_waits_for_the_disk_is_not_written_either(tmp_path: Pa
     with SharedDisk(tmp_path / "a", redis) as one, SharedDisk(tmp_path / "b", redis) as other:
         one.say([*SYSTEM, *range(100, 160)], user=ONE)
         fetch = other.begin([*SYSTEM, *range(100, 160), *range(900, 940)])
-        assert fetch is not None
+        assert isinstance(fetch, Fetch)
         other.disk.tier.soon(lambda: gate.wait(60) and None)
         assert list(fetch.steps(other.server.asks_link)) and fetch.outcome == "read" and fetch.num_hand_bytes > 0
         fetch.forbid()
@@ -233,17 +236,17 @@ def test_what_a_row_left_while_it_was_read_is_not_written_either(tmp_path: Path)
     with SharedDisk(tmp_path / "a", redis) as one, SharedDisk(tmp_path / "b", redis) as other:
         one.say([*SYSTEM, *range(100, 160)], user=ONE)
         fetch = other.begin([*SYSTEM, *range(100, 160), *range(900, 940)])
-        assert fetch is not None
+        assert isinstance(fetch, Fetch)
         steps = fetch.steps(other.server.asks_link)
         while not fetch._counts.num_read_bytes:
             next(steps)
         fetch.leave()
-        assert other.begin(list(range(5000, 5060))) is not None
+        assert isinstance(other.begin(list(range(5000, 5060))), Fetch)
         other.remote.forbid()
         assert list(steps) == [] and fetch.outcome == "read" and other.disk.tier.flush(60)
         assert other.disk.files() == []
         fetch.end()
-        assert other.disk.tier.flush(60) and other.begin(list(range(6000, 6060))) is not None
+        assert other.disk.tier.flush(60) and isinstance(other.begin(list(range(6000, 6060))), Fetch)
         assert fetch not in other.remote._fetches, "what has ended is not kept"
 
 
@@ -288,6 +291,25 @@ def test_what_cannot_be_named_there_is_not_called_cleared(tmp_path: Path) -> Non
     """Before a model has a name nothing of it can be removed."""
     with SharedDisk(tmp_path / "a", FakeRedis()) as one, shared(one, []).clearing() as is_gone:
         assert not is_gone
+
+
+def test_rows_of_conversations_go_with_their_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that wait to be sent; another session's stay, until all is cleared."""
+    redis = FakeRedis()
+    with SharedDisk(tmp_path / "a", redis) as one:
+        cache = shared(one, [])
+        cache._tiers.append(one.remote)
+        monkeypatch.setattr(one.server, "first", lambda work, _: work() is None)
+        keys = cache.open_records("a model", b"a secret")
+        mine, theirs = (keys.session("key.user", name)(bytes(32)) for name in ("one", "other"))
+        for is_heard in (False, True):
+            for key in (mine, theirs):
+                redis.answer(("HSET", key, "field", b"x"))
+                cache.rows.send([RowToSend(key, 1, lambda: ("another", b"y"))])
+            with cache.forgetting(SCOPE, is_heard=is_heard) as is_gone:
+                assert is_gone and redis.keys("r") == [theirs] and cache.rows.num_queued == 1
+        with cache.clearing() as is_gone:
+            assert is_gone and redis.keys("r") == [] and cache.rows.num_queued == 0
 
 
 def test_what_is_given_up_on_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

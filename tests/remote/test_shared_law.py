@@ -1,6 +1,7 @@
 """The laws of the shared cache: whatever conversations are there, another server finds as much of a prompt as was sent,
 and whatever is altered there, it never takes a token for another one."""
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.remote_keys import borders
 from kvserve.cache.remote_path import MIN_GAIN_TOKENS, RemoteBlob, StrangePath, packed, unpacked
+from kvserve.core import Unshared
+from kvserve.remote.rates import MAX_LIES
 from tests.cache.disks import HASHER
 from tests.laws import num_examples
 from tests.remote.fake_redis import FakeRedis
@@ -191,6 +194,7 @@ def test_it_is_read_where_that_beats_computing(is_slow: bool, tmp_path: Path) ->
         other.server.rates.read_bytes_per_second = 100.0 * bytes_per_token * (0.8 if is_slow else 1.25)
         fetch = other.fetch([*ids, *range(90_000, 90_040)])
         assert fetch.outcome == ("declined" if is_slow else "read")
+        assert fetch.unshared == (Unshared("slower", len(ids)) if is_slow else None)
         other.say([*ids, *range(700, 900)])
         assert other.remote.sent.num_not_worth == is_slow
 
@@ -227,3 +231,53 @@ def test_nothing_is_read_that_our_own_tokens_do_not_prove(tmp_path: Path) -> Non
         redis.commands.clear()
         assert other.fetch(asked).outcome == "nothing" and other.disk.files() == []
         assert not [command for command in redis.commands if command[0] == "GET" and ":b:" in str(command[1])]
+
+
+def test_why_a_row_was_brought_nothing_is_known(tmp_path: Path) -> None:
+    """Each reason, and how far the prompt was seen to be there; none where all of it came."""
+    redis, ids = FakeRedis(), list(range(120))
+    asked = [*ids, *range(90_000, 90_040)]
+    with SharedDisk(tmp_path / "a", redis) as one:
+        one.say(ids)
+    sound, [part] = dict(redis.values), redis.keys("b")
+    found: dict[str, Unshared | None] = {}
+
+    def fetched(name: str, room_bytes: float = math.inf) -> None:
+        with SharedDisk(tmp_path / name, redis) as other:
+            other.disk.tier.worker.prefill_rate = 1.0
+            found[name] = other.fetch(asked, room_bytes=room_bytes).unshared
+
+    fetched("all of it")
+    fetched("no room", room_bytes=1.0)
+    redis.on_run = lambda commands: _drop(redis, part) if commands and commands[0][:2] == ("GET", part) else None
+    fetched("gone")
+    redis.on_run = lambda _: None
+    redis.values = {**sound, part: sound[part][:-1] + bytes([sound[part][-1] ^ 1])}
+    fetched("damaged")
+    redis.values = {}
+    fetched("not there")
+    assert found == {
+        "all of it": None,
+        "no room": Unshared("no room", len(ids)),
+        "gone": Unshared("gone", len(ids)),
+        "damaged": Unshared("damaged", len(ids)),
+        "not there": Unshared("not there"),
+    }
+
+
+def test_why_a_server_is_not_asked_is_known(tmp_path: Path) -> None:
+    """It failed, it lied too often, or there is too little to ask for."""
+    with SharedDisk(tmp_path, FakeRedis()) as disk:
+        assert disk.begin(list(range(20))) == Unshared("too short")
+        disk.remote.fetched.look_seconds, disk.disk.tier.worker.prefill_rate = 1.0, 1000.0
+        assert disk.begin(list(range(200))) == Unshared("too short")
+        disk.server.breaker.failed(0.0)
+        assert disk.begin(list(range(200))) == Unshared("away")
+        disk.server.breaker.succeeded()
+        for _ in range(MAX_LIES):
+            disk.server.lied("a test")
+        assert disk.begin(list(range(200))) == Unshared("lying")
+
+
+def _drop(redis: FakeRedis, key: str) -> None:
+    redis.values.pop(key, None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.cache.remote_fetch import Fetch
 from kvserve.remote import shared_server
 from kvserve.remote.redis_link import Command, LinkFailed
 from kvserve.remote.shared_server import SharedServer, Task
@@ -115,11 +116,12 @@ def test_nothing_is_asked_before_what_is_first_is_done(server: SharedServer) -> 
         yield from ()
 
     assert not server.first(work, 0.01)
-    assert server.breaker.is_closed and not server.is_open
+    assert server.breaker.is_closed and not server.is_open and server.state == "forgetting"
     server.ask(Task(read(), ends.set))
     assert ends.wait(10) and steps == []
     go.set()
     wait_until(lambda: server.is_open)
+    assert server.state == "up"
 
 
 def test_what_is_first_and_always_refused_is_tried_less_and_less_often(
@@ -175,7 +177,7 @@ def test_a_row_calls_silent_only_what_it_can_judge(
     """Its own look for half a second; a step of another row, behind which it waits, for longer."""
     with SharedDisk(tmp_path, redis) as disk:
         fetch = disk.begin(list(range(60)))
-        assert fetch is not None
+        assert isinstance(fetch, Fetch)
         fetch.has_begun = has_begun
         disk.server._step_began_at = time.monotonic() - seconds
         fetch.give_up()

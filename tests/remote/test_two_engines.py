@@ -14,6 +14,7 @@ from kvserve.identity.owner import belongs_to
 from kvserve.remote.redis_link import Command, LinkFailed
 from tests.engine.engines import (
     MESSAGE_TOKENS,
+    Result,
     assert_exact,
     cached,
     cold,
@@ -56,6 +57,12 @@ def computed(redis: FakeRedis, folder: Path, family: str = "qwen3", owner: str =
     return [*second, *answer.tokens, *prompt_of(5, 9)]
 
 
+def why(result: Result) -> str | None:
+    """Why the shared cache gave a row no more."""
+    unshared = result.progress[-1].reuse.unshared
+    return unshared.reason if unshared is not None else None
+
+
 @pytest.mark.parametrize("family", sampled(("qwen3", "qwen3_5", "gemma3"), {"gemma3"}))
 def test_another_server_goes_on_with_what_one_computed(family: str, tmp_path: Path) -> None:
     """It computes the new message and little more, writes what a server writes that remembers nothing, and sends
@@ -70,6 +77,7 @@ def test_another_server_goes_on_with_what_one_computed(family: str, tmp_path: Pa
         stats = stats_of(engine)
         assert cached(warm) >= 0.9 * len(third)
         assert stats.fetched.num_found == 1 and stats.fetched.num_read > 0 and stats.faults == {}
+        assert why(warm) is None
     sent = [command[1] for command in redis.commands if command[0] == "SET" and ":b:" in str(command[1])]
     assert len(sent) == len(set(sent)) == len(redis.keys("b")) > num_sent
     assert_exact(warm, cold_tokens(family, third))
@@ -87,6 +95,7 @@ def test_what_was_altered_there_is_computed(tmp_path: Path) -> None:
         [answer] = generate(engine, asked(third))
         assert cached(answer) == 0 and stats_of(engine).faults == {"damaged": 1}
         assert stats_of(engine).fetched.num_given_up == 1
+        assert why(answer) == "damaged"
         settle(engine, shared)
     assert_exact(answer, cold_tokens("qwen3", third))
 
@@ -110,6 +119,8 @@ def test_a_server_that_fails_or_is_silent_costs_a_moment(is_silent: bool, tmp_pa
         stats = stats_of(engine)
         assert cached(answer) == 0 and not shared.server.breaker.is_closed
         assert stats.fetched.longest_wait_seconds < 15.0 and sum(stats.faults.values()) > 0
+        [after] = generate(engine, asked(prompt_of(3 * MESSAGE_TOKENS, 11)))
+        assert (why(answer), why(after)) == ("silent", "away")
     assert_exact(answer, cold_tokens("qwen3", third))
 
 

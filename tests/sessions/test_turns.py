@@ -5,10 +5,11 @@ import threading
 import pytest
 
 from kvserve.core import Message
-from kvserve.sessions.seen import PathNode, PathStep
+from kvserve.sessions.seen import PathNode, PathStep, PlaceReadings
+from kvserve.sessions.tool_layouts import ToolLayout
 from kvserve.sessions.turns import TurnStore
 from tests.integrity import check_integrity
-from tests.sessions.samples import assistant, call, chains_of, record_of, steps_of, texts_of, user, written
+from tests.sessions.samples import Notebook, assistant, call, chains_of, record_of, steps_of, texts_of, user, written
 
 
 def answer(letters: str, text: str, thinking: str = "", *ids: int) -> PathStep:
@@ -282,3 +283,34 @@ def test_integrity_is_really_checked() -> None:
     with pytest.raises(AssertionError):
         check_integrity(store)
     assert isinstance(leaf, PathNode) and isinstance(leaf.message, Message)
+
+
+def test_what_another_server_read_is_as_if_it_was_read_here() -> None:
+    """Behind what is known here, with rows and layouts; what is known already is not there twice."""
+    book = Notebook()
+    store, plain = TurnStore(journal=book), TurnStore()
+    steps = [*steps_of("ab"), answer("abc", "Done.", "Hm.")]
+    plain.extend(None, steps, 5.0, owner="one")
+    store.extend(None, steps[:1], 5.0, owner="one")
+    layouts = [ToolLayout((b"x",)), ToolLayout((b"y",))]
+    for _ in range(2):
+        known = store.find(chains_of("a"))
+        places = [PlaceReadings((steps[1],)), PlaceReadings((steps[2],), layouts=tuple(layouts))]
+        store.take_in(known, places, 5.0, owner="one")
+    found = store.find(chains_of("abc"))
+    assert texts_of(found) == ["a", "b", "Done."] and found is not None and found.written == steps[2].written
+    assert store.totals() == plain.totals() and found.owner == "one"
+    assert [layout for _, layout in store.tool_layouts(chains_of("abc"))] == layouts
+    check_integrity(store)
+    loaded = TurnStore()
+    loaded.load(book.rows())
+    assert texts_of(loaded.find(chains_of("abc"))) == ["a", "b", "Done."]
+
+
+def test_of_two_answers_at_one_place_neither_is_taken_in_for_sure() -> None:
+    """A shallower message is found, as where both were written here."""
+    store = TurnStore()
+    places = [steps_of("a"), [answer("ab", "Done.", "Hm."), answer("ab", "Done.", "Ah.")], steps_of("abc")[2:]]
+    store.take_in(None, [PlaceReadings(tuple(each)) for each in places], 5.0, owner="one")
+    assert texts_of(store.find(chains_of("abc"))) == ["a"]
+    check_integrity(store)

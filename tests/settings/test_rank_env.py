@@ -9,6 +9,7 @@ import pytest
 from kvserve.core.rank_place import RankPlace
 from kvserve.errors import PortTaken, SettingError, StartupError
 from kvserve.settings.rank_env import rank_place, refuse_demo_of_ranks
+from kvserve.settings.rank_variables import half_told, own_address
 from kvserve.settings.start_checks import refuse_unusable
 
 
@@ -54,6 +55,19 @@ def test_half_a_description_is_refused(tmp_path: Path, key: str, rank: str, host
         rank_place({"MLX_HOSTFILE": hostfile(tmp_path, hosts), "MLX_RANK": rank})
     with pytest.raises(SettingError, match="MLX_HOSTFILE"):
         rank_place({"MLX_HOSTFILE": str(tmp_path / "missing"), "MLX_RANK": "0"})
+
+
+def test_a_rank_of_a_ring_listens_at_its_own_address(tmp_path: Path) -> None:
+    """The first one of its row; an address without a port is none. Over jaccl, and alone, there is none to look at."""
+    hosts = hostfile(tmp_path, [["10.0.0.1:5000"], ["[fe80::1]:5001", "10.0.0.2:1"]])
+    environment = {"MLX_HOSTFILE": hosts, "MLX_RANK": "1"}
+    assert own_address(environment) == ("fe80::1", 5001) and half_told(environment) == []
+    assert own_address({"MLX_RANK": "1"}) is None and half_told({"MLX_RANK": "1"}) == ["MLX_RANK"]
+    assert half_told({"MLX_HOSTFILE": hosts}) == ["MLX_HOSTFILE"] and half_told({}) == []
+    with pytest.raises(SettingError, match="with a port"):
+        own_address({"MLX_HOSTFILE": hostfile(tmp_path, [["a:1"], ["b:"]]), "MLX_RANK": "1"})
+    devices = {"MLX_IBV_DEVICES": hostfile(tmp_path, [[None], [None]]), "MLX_JACCL_COORDINATOR": "a:1"}
+    assert own_address({**devices, "MLX_RANK": "0"}) is None
 
 
 def test_the_demo_runs_on_one_rank() -> None:

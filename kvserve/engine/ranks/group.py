@@ -8,7 +8,7 @@ rank 0. The secret keeps strangers out, it does not hide what goes over the wire
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -111,20 +111,25 @@ def _shown(connection: socket.socket, secret: bytes) -> int | None:
 
 def divide(module: Any, config: dict[str, Any], place: RankPlace) -> None:
     """Keep this rank's part of a model that was loaded lazily. Raises ModelLoadError where it cannot be divided."""
-    name = config.get("model_type")
+    shard(module, config, place.size, mx.distributed.init(strict=True))
+    mx.eval(module.parameters())
+
+
+def shard(module: Any, config: Mapping[str, Any], num_ranks: int, group: Any) -> None:
+    """Leave of a model's lazy arrays the part of one rank of `group`. Raises ModelLoadError where it cannot be
+    divided."""
     if not hasattr(module, "shard"):
         raise ModelLoadError(
-            f"A model of the family {name} cannot be divided over {place.size} ranks: mlx-lm has no shard() for it. "
-            "Start one rank, or choose another model."
+            f"A model of the family {config.get('model_type')} cannot be divided over {num_ranks} ranks: mlx-lm has no "
+            "shard() for it. Start one rank, or choose another model."
         )
     text = config.get("text_config") or config
     for key in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
-        if isinstance(number := text.get(key), int) and number % place.size:
-            raise ModelLoadError(f"This model cannot be divided over {place.size} ranks: its {key} is {number}.")
-    error = finding(lambda: module.shard(mx.distributed.init(strict=True)))
+        if isinstance(number := text.get(key), int) and number % num_ranks:
+            raise ModelLoadError(f"This model cannot be divided over {num_ranks} ranks: its {key} is {number}.")
+    error = finding(lambda: module.shard(group))
     if error is not None:
-        raise ModelLoadError(f"This model cannot be divided over {place.size} ranks: {described(error)}")
-    mx.eval(module.parameters())
+        raise ModelLoadError(f"This model cannot be divided over {num_ranks} ranks: {described(error)}")
 
 
 def lost(reason: str) -> ModelLoadError:

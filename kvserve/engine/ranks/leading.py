@@ -1,6 +1,6 @@
 """Rank 0's side of the seam: it decides, and tells the others what. Belongs to the engine thread. No arrays."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -99,6 +99,9 @@ class LeadingRanks(Ranks):
 
     def agreed_ids(self, ids: Any) -> Any:
         return self._agree(ids)
+
+    def told(self) -> Mapping[int, Mapping[str, int]]:
+        return {link.peer: link.told for link in self._links}
 
     def close(self) -> None:
         for link in self._links:

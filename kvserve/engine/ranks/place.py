@@ -2,7 +2,7 @@
 comes next, or what is in it, goes through it. This base is an engine that computes alone, and asks nobody. No arrays.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvserve.core.rank_place import RankPlace
@@ -69,6 +69,10 @@ class Ranks:
 
     def named(self, fingerprint: str) -> None:
         """This rank has loaded what has this fingerprint, and uses its disk."""
+
+    def told(self) -> Mapping[int, Mapping[str, int]]:
+        """What each of the followers has said of itself last, by rank. From any thread."""
+        return {}
 
     def close(self) -> None:
         """The end: whoever goes now is not missed. Idempotent."""

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,10 +83,11 @@ class Progress:
 @dataclass(slots=True)
 class Ears:
     """Who hears what comes without being asked for, on the link's own thread: `lost` why the link ended, once; `named`
-    the fingerprint of what another rank has loaded."""
+    the fingerprint of what another rank has loaded. `tells` is what this rank says of itself with its signs of life."""
 
     lost: Callable[[str], None] = lambda _: None
     named: Callable[[int, str], None] = lambda _rank, _fingerprint: None
+    tells: Callable[[], Mapping[str, int]] = dict
 
 
 @dataclass(slots=True)
@@ -105,6 +106,8 @@ class RankLink:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SILENT_SECONDS)
         self.peer = peer
+        self.told: Mapping[str, int] = {}
+        """What the other rank has said of itself last. From any thread."""
         self._connection = connection
         self._progress = progress
         self._ears = ears
@@ -177,7 +180,7 @@ class RankLink:
                 ready, _, _ = select.select([self._connection], [], [], LOOK_SECONDS)
                 data = self._connection.recv(1 << 16) if ready else None
                 if (now := time.monotonic()) - sent_at >= ALIVE_SECONDS:
-                    self._write(frame_bytes("alive", None))
+                    self._write(frame_bytes("alive", dict(self._ears.tells())))
                     sent_at = now
             except (OSError, ValueError) as error:
                 self.lose(f"the connection to rank {self.peer} broke ({error})")
@@ -194,11 +197,13 @@ class RankLink:
                 self.lose(trouble)
 
     def _hear(self, name: str, value: Any) -> None:
-        if name == "named":
+        if name == "alive":
+            self.told = value
+        elif name == "named":
             self._ears.named(self.peer, value)
         elif name == "end":  # behind it the other rank goes
             with self._state.lock:
                 self._state.is_closed = True
             self._frames.put((name, value))
-        elif name != "alive":
+        else:
             self._frames.put((name, value))

@@ -95,6 +95,7 @@ function show(state) {
   say(at("misses-of"), covered);
   showLast(state.last);
   showMemory(state);
+  showShared(state.cache?.remote);
   showModels(health);
   showCounters(state);
   const text = state.shows_text ? "First words of sessions are shown (DASHBOARD_SHOW_TEXT)." : "No words of prompts are shown.";
@@ -307,6 +308,22 @@ function showMemory({ cache, health, machine_bytes: machine }) {
       meter.value = limit ? value : 0;
       say(text, `${bytes(value)} of ${bytes(limit)} (${percent(value, limit)})`);
     });
+}
+
+const SHARED = { connecting: "not reached yet", up: "up", full: "up, but full: nothing is sent", down: "down: left alone until it answers",
+  lying: "left alone: it gave damaged KV", forgetting: "forgetting somebody: nothing else is asked" };
+
+/** The cache that several servers share; nothing where none is set. */
+function showShared(shared) {
+  at("shared-box").hidden = !shared;
+  if (!shared) return;
+  say(at("shared-state"), SHARED[shared.state]);
+  at("shared-state").title = shared.place;
+  const errors = Object.entries(shared.errors).map(([name, number]) => `${name.replace("_", " ")} ${count(number)}`).join(", ");
+  pairs(at("shared"), [["Read from there", bytes(shared.num_read_bytes)], ["Sent there", bytes(shared.num_written_bytes)],
+    ["Prompts that found something", `${count(shared.num_hits)} of ${count(shared.num_looks)}`], ["Tokens that came from there", short(shared.num_restored_tokens)],
+    ["Left there, as computing takes less time", count(shared.num_declined)], ["Broken off", count(shared.num_given_up)],
+    ["Faults", errors || "none"]]);
 }
 
 const COUNTERS = {

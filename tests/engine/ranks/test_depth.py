@@ -56,3 +56,14 @@ def test_a_row_begins_where_both_can(family: str) -> None:
     assert cached[1] == cached[3] > 50
     expected = answer(family, tuple(PROMPT), 4)
     assert [tuple(row.generated) for row in both.rows] == [expected] * 4
+
+
+def test_what_a_follower_has_to_do_comes_before_the_first_row() -> None:
+    """Such as to open its disk: else a request right behind a start found nothing on it."""
+    num_passes = list[int]()
+    with pair("qwen3") as both:
+        both.chores.append(lambda _: num_passes.append(len(both.follower.passes.seen)))
+        both.add(PROMPT, 2)
+        both.run()
+    assert both.ended == [None]
+    assert num_passes == [0] and both.follower.passes.seen

@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +30,13 @@ def test_frames_come_out_however_their_bytes_are_cut(frames: list[tuple[str, Any
     assert found == frames
 
 
+def wait_until(look: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not look():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 class End:
     """One end of a link, and what it heard of its end."""
 
@@ -37,7 +45,9 @@ class End:
         self.named: list[tuple[int, str]] = []
         self.is_lost = threading.Event()
         self.progress = Progress()
-        self.link = RankLink(connection, peer, self.progress, Ears(self._lose, lambda *each: self.named.append(each)))
+        self.kept = {"ram_bytes": 0}
+        ears = Ears(self._lose, lambda *each: self.named.append(each), lambda: self.kept)
+        self.link = RankLink(connection, peer, self.progress, ears)
 
     def _lose(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -94,6 +104,20 @@ def test_an_end_that_was_agreed_on_is_no_loss(ends: tuple[End, End]) -> None:
     follower.link._connection.close()
     assert not leader.is_lost.wait(0.1)
     assert not follower.is_lost.is_set()
+
+
+def test_signs_of_life_tell_what_a_rank_keeps(ends: tuple[End, End]) -> None:
+    """As it is then, and without its engine; the last word counts once it is gone."""
+    leader, follower = ends
+    assert leader.link.told == {}
+    for num_bytes in (7, 8):
+        follower.kept = {"ram_bytes": num_bytes}
+        if num_bytes == 7:
+            follower.link.start()
+        wait_until(lambda num_bytes=num_bytes: leader.link.told == {"ram_bytes": num_bytes}, PATIENCE_SECONDS)
+    follower.link._connection.close()
+    assert leader.is_lost.wait(PATIENCE_SECONDS)
+    assert leader.link.told == {"ram_bytes": 8}
 
 
 def test_a_rank_that_says_nothing_is_lost(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
