@@ -99,6 +99,10 @@ class SharedRecords:
             num_unsendable=counts.num_unsendable,
         )
 
+    def _key_of(self, owner: Owner) -> Callable[[bytes], str]:
+        """The key of a chain's row in this conversation."""
+        return self._keys.session(str(owner.principal), owner.session or "")
+
     # --- telling ------------------------------------------------------------------------------------------------------
 
     def tell(
@@ -115,7 +119,7 @@ class SharedRecords:
         held: dict[bytes, list[ToolLayout]] = {}
         for place, layout in layouts:
             held.setdefault(place, []).append(layout)
-        key = self._keys.session(str(owner.principal), owner.session or "")
+        key = self._key_of(owner)
         self._rows.send(
             [
                 self._to_send(key(node.chain), _row_of(node, own, conflicts, held.get(node.chain, ()), now))
@@ -166,7 +170,7 @@ class SharedRecords:
         identity = reading.identity
         known = stores.turns.find(identity.chains)
         unknown = _unknown(reading, known)
-        key = self._keys.session(str(identity.owner.principal), identity.owner.session or "")
+        key = self._key_of(identity.owner)
         found = self._rows.read([key(identity.chains[index]) for index in unknown])
         places = list[PlaceReadings]()
         for index, fields in zip(unknown, found, strict=False):

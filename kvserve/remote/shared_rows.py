@@ -78,7 +78,6 @@ class RowCounts:
     num_sent_bytes: int = 0
     num_dropped: int = 0
     num_reads: int = 0
-    num_read: int = 0
     num_given_up: int = 0
     num_crowded: int = 0
 
@@ -262,7 +261,6 @@ class SharedRows:
             found = list(reading.found) if num_drops == self._num_drops else []
             counts = self.counts
             counts.num_reads += 1
-            counts.num_read += len(found)
             counts.num_given_up += is_late
             counts.num_crowded += reading.is_crowded
         return found
