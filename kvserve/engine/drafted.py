@@ -108,7 +108,7 @@ class DraftedGenerator:
             _make_room(row)
             if (found := self._draft_for(row)) is not None:
                 drawn = self._verify(row, *found)
-            elif row.known is not None and row.drafts.is_other_stop(row.known) and row.has_begun:
+            elif row.known is not None and row.has_begun and self._ends_before(row, row.known):
                 return [], [self._ended_before(row, row.known)]
             else:
                 drawn = self._step(row)
@@ -223,6 +223,11 @@ class DraftedGenerator:
         if len(row.tokens) // CLEAR_EVERY_TOKENS > (len(row.tokens) - len(tokens)) // CLEAR_EVERY_TOKENS:
             mx.clear_cache()
         return responses
+
+    def _ends_before(self, row: DraftedRow, token: int) -> bool:
+        """Whether later prompts do not have this stop token, and caches cannot be cut back from behind it. Where they
+        can, the row ends as one without drafts does: what is kept must not depend on how long passes take."""
+        return row.drafts.is_other_stop(token) and not {"hold", "window"}.isdisjoint(self._ways)
 
     def _ended_before(self, row: DraftedRow, stop: int) -> Response:
         """The end of a row with a stop token that later prompts do not have: its caches hold all before it."""

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from kvserve.engine.model import LoadedModel, load
-from tests.engine.engines import FAMILIES, HYBRID, request
+from tests.engine.engines import FAMILIES, HYBRID, WINDOWED, request
 from tests.engine.led_drafts import (
     ACCEPTED,
     NUM_TOKENS,
@@ -64,9 +64,10 @@ def test_drafts_save_passes(family: str) -> None:
 
 @pytest.mark.parametrize("is_repeated", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-@sampled_cells(lambda family, is_repeated: family == "qwen3_5" or (family in THREE_KINDS and is_repeated))
+@sampled_cells(lambda family, is_repeated: family in ("qwen3", "qwen3_5") or (family in THREE_KINDS and is_repeated))
 def test_an_answer_ends_with_its_stop_token_wherever_the_draft_goes_on(family: str, is_repeated: bool) -> None:
-    """Nothing behind it is said or kept; a state stands behind it where later prompts have it, else before it."""
+    """Nothing behind it is said or kept; a state stands behind it where later prompts have it, else before it. What is
+    kept does not depend on what was drafted, which depends on how long passes take."""
     model = loaded(family)
     words = decoded(model, request(PROMPT, NUM_TOKENS)).tokens
     place = next(place for place in range(7, NUM_TOKENS) if words[place] not in words[:place])
@@ -80,6 +81,8 @@ def test_an_answer_ends_with_its_stop_token_wherever_the_draft_goes_on(family: s
         assert_same(found, plain)
         if family in HYBRID:
             assert (found.left.tokens[-1] == words[place]) is is_repeated
+        if family not in WINDOWED:
+            assert found.left.tokens == plain.left.tokens
         assert_kept(model, found.left)
 
 
