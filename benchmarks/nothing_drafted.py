@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.figure import Bound, Figure
 from benchmarks.rig import Rig, open_rig
 from benchmarks.slices import HttpAnswers, in_turns
+from benchmarks.stall import Silence, longest_silence
 from kvserve.demo.build import SLOW, TINY
 
 NUM_STREAMS = (1, 4, 8)
@@ -20,12 +21,24 @@ NAME = "nothing_drafted"
 
 
 def run(num_rounds: int) -> list[Figure]:
-    """The streams of `throughput` on the slow model, and those of `own_time` on the tiny one."""
+    """The streams of `throughput` on the slow model, those of `own_time` and the gap of `stall` on the tiny one."""
     with open_rig(SLOW, speculation="auto") as auto, open_rig(SLOW, speculation="off") as off:
         figures = [speed(num, *_pairs(auto, off, num, ANSWER_TOKENS, num_rounds)) for num in NUM_STREAMS]
     with open_rig(TINY, speculation="auto") as auto, open_rig(TINY, speculation="off") as off:
         figures += [own_time(num, *_pairs(auto, off, num, OWN_TOKENS, num_rounds)) for num in OWN_STREAMS]
-    return figures
+        return [*figures, *stall(_silences(auto, off, num_rounds))]
+
+
+def _silences(auto: Rig, off: Rig, num_rounds: int) -> list[tuple[Silence, Silence]]:
+    """With and without, in turn."""
+    found = []
+    for number in range(num_rounds):
+        if number % 2:
+            with_it, without = longest_silence(auto), longest_silence(off)
+        else:
+            without, with_it = longest_silence(off), longest_silence(auto)
+        found.append((with_it, without))
+    return found
 
 
 def _pairs(
@@ -66,6 +79,23 @@ def own_time(num_streams: int, pairs: Sequence[tuple[float, float]], usages: Seq
     rounds = tuple(per_token_ms * (with_it - without) for with_it, without in pairs)
     both = [per_token_ms * median(each) for each in zip(*pairs, strict=True)]
     return Figure(NAME, name, "ms", rounds, None, f"{both[0]:.3f} - {both[1]:.3f} ms, {drafted(usages)}")
+
+
+def stall(pairs: Sequence[tuple[Silence, Silence]]) -> list[Figure]:
+    """The longest gap of a stream and the prefill beside it, SPECULATION=auto : off. The gap is that of one step."""
+    gaps = [(with_it.seconds, without.seconds) for with_it, without in pairs]
+    prefills = [(with_it.prefill_seconds, without.prefill_seconds) for with_it, without in pairs]
+    of_both = "SPECULATION=auto : off"
+    return [
+        _ratio(f"longest gap beside an 8k prefill, {of_both}", gaps),
+        _ratio(f"an 8k prefill beside a stream, {of_both}", prefills),
+    ]
+
+
+def _ratio(name: str, pairs: Sequence[tuple[float, float]]) -> Figure:
+    with_it, without = (median(each) for each in zip(*pairs, strict=True))
+    rounds = tuple(one / other for one, other in pairs)
+    return Figure(NAME, name, "", rounds, Bound("at most", 1.1), f"{with_it:.3f} : {without:.3f} s")
 
 
 def drafted(usages: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 On the tiny model: its stream is the densest, and the length of a chunk follows time, not the model.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -17,14 +18,24 @@ LONG_TOKENS = 8192
 CALM_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The longest gap of a running stream while a long prompt was prefilled, how long that took, both in seconds, and
+    the stream's deltas meanwhile."""
+
+    seconds: float
+    prefill_seconds: float
+    num_deltas: int
+
+
 def run(num_rounds: int) -> list[Figure]:
     """The gap in chunks of the length that the engine aims at, and in seconds."""
     with open_rig(TINY) as rig:
-        found = [_round(rig) for _ in range(num_rounds)]
-    gaps = tuple(gap for gap, _, _ in found)
+        found = [longest_silence(rig) for _ in range(num_rounds)]
+    gaps = tuple(each.seconds for each in found)
     absolute = (
-        f"prefill beside the stream {median(seconds for _, seconds, _ in found):.1f} s, "
-        f"{median(num for _, _, num in found):.0f} deltas meanwhile"
+        f"prefill beside the stream {median(each.prefill_seconds for each in found):.1f} s, "
+        f"{median(each.num_deltas for each in found):.0f} deltas meanwhile"
     )
     chunks = tuple(gap / CHUNK_SECONDS_BESIDE_STREAMS for gap in gaps)
     name = "longest gap beside an 8k prefill"
@@ -34,8 +45,8 @@ def run(num_rounds: int) -> list[Figure]:
     ]
 
 
-def _round(rig: Rig) -> tuple[float, float, int]:
-    """Longest gap and prefill in seconds, and the running stream's deltas in between."""
+def longest_silence(rig: Rig) -> Silence:
+    """One stream with one long prompt beside it; both are gone behind it."""
     short, long = rig.prompts.make(SHORT_TOKENS), rig.prompts.make(LONG_TOKENS)
     with Client(rig.port) as client:
         running = client.chat(short.text, 32768)
@@ -51,4 +62,4 @@ def _round(rig: Rig) -> tuple[float, float, int]:
         raise BenchmarkError("the running stream was silent for the whole prefill")
     edges = [max(at for at in times if at < start), *inside, min(at for at in times if at > end)]
     rig.settle()
-    return max(b - a for a, b in pairwise(edges)), end - start, len(inside)
+    return Silence(max(b - a for a, b in pairwise(edges)), end - start, len(inside))

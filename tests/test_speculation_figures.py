@@ -30,6 +30,7 @@ from benchmarks.speculation_asked import (
     tokens_a_step,
     told_by,
 )
+from benchmarks.stall import Silence
 from kvserve.core import TokenLogprobs
 from kvserve.core.drafting import Drafting
 
@@ -310,6 +311,9 @@ def test_where_nothing_is_drafted_speed_is_compared_and_drafts_are_told() -> Non
     assert figure.absolute.endswith("9 tokens drafted beside 576")
     assert nothing_drafted.speed(1, [(10.0, 9.6)], [usage]).is_missed
     assert nothing_drafted.own_time(1, [(1.0, 0.9)], [usage]).value == pytest.approx(1000 * 0.1 / 512)
+    gap, prefill = nothing_drafted.stall([(Silence(0.12, 2.0, 9), Silence(0.1, 2.0, 9))])
+    assert gap.value == pytest.approx(1.2) and gap.is_missed
+    assert prefill.value == 1 and not prefill.is_missed
 
 
 # --- the parts together -----------------------------------------------------------------------------------------------
