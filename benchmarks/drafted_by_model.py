@@ -3,7 +3,8 @@ and drafted in turn, then a second turn behind a SIGKILL. It knows which pairs t
 
 No smaller model of the demo's tokenizer can be had here, so two pairs of real weights show the ends: the same weights
 in 4 bits are nearly always right and as dear as the target, its first layers alone are cheap and mostly wrong. The
-third is led: in the target all layers behind the first few add nothing, so that these few alone say the same.
+third is led: its target is the demo's model with layers behind its own that add nothing, so that the demo's model
+drafts what the target says. A target that is cut off says a few words again and again, which text drafts better.
 """
 
 import json
@@ -38,8 +39,11 @@ NUM_PROMPTS = 4
 NUM_LAYERS_KEPT = 6
 """Of thirty: with the embedding, which is the head as well, 0.37 of the weights that a pass reads."""
 
+NUM_LAYERS_ADDED = 60
+"""Behind thirty: a pass of the demo's model reads 0.39 of the weights that one of this target does."""
+
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "stream": True, "stream_options": {"include_usage": True}}
-"""A model that is cut off repeats itself greedily, and its own words would be the drafts."""
+"""Small models repeat themselves greedily, and their own words would be the drafts."""
 
 NEVER_SLOWER, WARM = Bound("at least", 0.97), Bound("at least", 0.95)
 SOURCE = "draft model"
@@ -116,13 +120,16 @@ def first_layers(weights: Mapping[str, mx.array], num_layers: int) -> dict[str, 
     return {name: array for name, array in weights.items() if (layer_of(name) or 0) < num_layers}
 
 
-def silenced(weights: Mapping[str, mx.array], num_layers: int) -> dict[str, mx.array]:
-    """The same model, in which the layers behind the first ones add nothing and take their time all the same."""
+def prolonged(weights: Mapping[str, mx.array], num_layers: int, num_added: int) -> dict[str, mx.array]:
+    """The same model of `num_layers` with copies behind them that add nothing and take their time all the same."""
     last = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-    return {
-        name: mx.zeros_like(array) if name.endswith(last) and (layer_of(name) or 0) >= num_layers else array
-        for name, array in weights.items()
-    }
+    found = dict(weights)
+    for name, array in weights.items():
+        if (layer := layer_of(name)) is not None:
+            behind = mx.zeros_like(array) if name.endswith(last) else array
+            for added in range(num_layers + layer, num_layers + num_added, num_layers):
+                found[name.replace(f".layers.{layer}.", f".layers.{added}.")] = behind
+    return found
 
 
 def write_variant(model: Path, folder: Path, weights: Mapping[str, mx.array], num_layers: int | None = None) -> Path:
@@ -144,12 +151,14 @@ def pairs_in(folder: Path) -> Iterator[DraftPair]:
     if target is None or quantised is None:
         return
     weights = read_weights(target)
+    num_layers = 1 + max(layer for layer in map(layer_of, weights) if layer is not None)
+    num_in_all = num_layers + NUM_LAYERS_ADDED
     few = write_variant(target, folder / "few", first_layers(weights, NUM_LAYERS_KEPT), NUM_LAYERS_KEPT)
-    led = write_variant(target, folder / "led", silenced(weights, NUM_LAYERS_KEPT))
+    led = write_variant(target, folder / "led", prolonged(weights, num_layers, NUM_LAYERS_ADDED), num_in_all)
     del weights
-    yield DraftPair(f"led: the target's first {NUM_LAYERS_KEPT} layers say all", led, few, is_led=True)
+    yield DraftPair(f"led: {num_layers} of the target's {num_in_all} layers say all", led, target, is_led=True)
     yield DraftPair("the same weights in 4 bits", target, quantised)
-    yield DraftPair(f"the first {NUM_LAYERS_KEPT} of 30 layers", target, few)
+    yield DraftPair(f"the first {NUM_LAYERS_KEPT} of {num_layers} layers", target, few)
 
 
 # --- how they are asked -----------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What the benchmark of draft models makes of a target: a led one that says what its first layers say. The servers are
-tried by the benchmark itself.
+"""What the benchmark of draft models makes of a target: a led one that says what the model says in front of it. The
+servers are tried by the benchmark itself.
 """
 
 from pathlib import Path
@@ -15,15 +15,15 @@ from benchmarks.drafted_by_model import (
     Restarted,
     figures,
     first_layers,
+    layer_of,
+    prolonged,
     read_weights,
-    silenced,
     write_variant,
 )
 from benchmarks.speculation_asked import Pair, Prompt, Told
 from tests.models import tiny_model
 
-NUM_KEPT = 1
-"""Of two."""
+NUM_LAYERS, NUM_ADDED = 2, 3
 TOKENS = mx.array([[301, 302, 303, 304, 305]])
 
 
@@ -32,13 +32,20 @@ def _logits(folder: Path) -> mx.array:
     return model(TOKENS)
 
 
-def test_a_silenced_target_says_what_its_first_layers_say(tmp_path: Path) -> None:
+def test_a_prolonged_target_says_what_its_first_layers_say(tmp_path: Path) -> None:
     model = tiny_model("llama")
     weights = read_weights(model)
-    few = write_variant(model, tmp_path / "few", first_layers(weights, NUM_KEPT), NUM_KEPT)
-    led = write_variant(model, tmp_path / "led", silenced(weights, NUM_KEPT))
-    assert mx.allclose(_logits(few), _logits(led), atol=1e-5)
-    assert not mx.allclose(_logits(few), _logits(model), atol=1e-2), "the others would say nothing anyway"
+    behind = prolonged(weights, NUM_LAYERS, NUM_ADDED)
+    led = write_variant(model, tmp_path / "led", behind, NUM_LAYERS + NUM_ADDED)
+    assert {layer_of(name) for name in behind} == {None, *range(NUM_LAYERS + NUM_ADDED)}
+    assert mx.allclose(_logits(model), _logits(led), atol=1e-5)
+
+
+def test_a_model_that_is_cut_off_says_something_else(tmp_path: Path) -> None:
+    """Its layers are tried alone, and those behind them did say something."""
+    model = tiny_model("llama")
+    few = write_variant(model, tmp_path / "few", first_layers(read_weights(model), 1), 1)
+    assert not mx.allclose(_logits(model), _logits(few), atol=1e-2)
 
 
 def test_what_is_found_behind_a_kill_counts_beside_what_the_target_found() -> None:
