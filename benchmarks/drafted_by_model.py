@@ -42,8 +42,8 @@ NUM_LAYERS_KEPT = 6
 NUM_LAYERS_ADDED = 120
 """Behind thirty: a pass of the demo's model reads 0.24 of the weights that one of this target does."""
 
-NUM_TOKENS = 96
-"""Of an answer: the led target writes two or three a second on two cores."""
+NUM_TOKENS = 64
+"""Of an answer: the led target writes one or two a second on two cores."""
 
 SAMPLED: dict[str, Any] = {"temperature": 0.4, "seed": 7, "stream": True, "stream_options": {"include_usage": True}}
 """Small models repeat themselves greedily, and their own words would be the drafts. A draft is the likeliest token: at

@@ -38,7 +38,23 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class CostlyDrafter(Drafter, Protocol):
-    """One that computes for its drafts, which a step that rows share does not wait for."""
+    """One that may compute for its drafts, on the device that the model's passes wait for: a step that rows share does
+    not wait for it."""
+
+    @property
+    def wants_pending(self) -> bool:
+        """Whether it would compute a draft now. It does that behind the model's pass, so that it costs nothing to read
+        first what that has drawn, and the draft begins behind it."""
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether it computed anything for the newest question: what came behind it says nothing of a plain step."""
+
+    def peek(self, max_num_tokens: int) -> Draft | None:
+        """What costs nothing and is so likely that nothing is to be computed; None where it is to be asked."""
+
+    def note_step(self, seconds: float) -> None:
+        """Hear what a plain step takes, with nothing drafted."""
 
     def propose_free(self, max_num_tokens: int) -> Draft | None:
         """The same as `propose`, by what costs nothing alone; what computes hears that this step is none of its own."""

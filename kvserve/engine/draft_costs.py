@@ -140,6 +140,11 @@ class DraftCosts:
             self._gain_seconds = 0.0
             self._num_resting, self._next_rest = self._next_rest, min(2 * self._next_rest, MAX_REST_QUESTIONS)
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next question is one that the model is not used for."""
+        return self._num_resting > 0
+
     def rests(self) -> bool:
         """Whether the model is not to be used for this question."""
         if self._num_resting:

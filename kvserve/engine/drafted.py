@@ -57,6 +57,8 @@ class DraftedRow:
     has_begun: bool = False
     is_even: bool = False
     """Whether the last step was a plain one, so that the time of this one is that of a pass."""
+    began_at: float | None = None
+    """When the pass under way began, where the device had nothing else to do."""
     context: Any = field(init=False)  # TokenBuffer, which is not typed
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class DraftedRow:
     def read(self) -> int:
         """The pending token; waits for it."""
         if self.known is None:
-            self.known = int(self.pending.item())  # type: ignore[arg-type]
+            self.known = _waited_for(self.pending)
         return self.known
 
     def draw(self, taken: mx.array, logits: mx.array) -> mx.array:
@@ -168,13 +170,18 @@ class DraftedGenerator:
         row.behind = []
         row.pending = row.draw(taken, logits)
         mx.async_eval(row.pending)  # type: ignore[no-untyped-call]
-        token = row.known if row.known is not None else int(taken.item())  # type: ignore[arg-type]
+        row.began_at = perf_counter() if was_known else None
+        token = row.known if row.known is not None else _waited_for(taken)
         row.known = None
-        if row.is_even and not was_known and width == 1:
-            self._costs.note(1, len(row.tokens), perf_counter() - started)
+        if row.is_even and not was_known and width == 1 and not row.drafts.has_computed:
+            self._note_plain(row, perf_counter() - started)
         row.is_even = not was_known
         row.tokens.append(token)
         return [token]
+
+    def _note_plain(self, row: DraftedRow, seconds: float) -> None:
+        self._costs.note(1, len(row.tokens), seconds)
+        row.drafts.note_step(seconds)
 
     def _verify(self, row: DraftedRow, draft: Draft, tokens: Sequence[int], num_given: int) -> list[int]:
         """Put the pending token and drafted ones through the model; the tokens that are handed out for it."""
@@ -245,14 +252,19 @@ class DraftedGenerator:
         if row.known is None:
             row.drafts.follow(row.tokens)
             draft = row.drafts.propose(None, most + 1)
-            if draft is None or not (num_worth := self._num_worth(row, draft.chances[1:])):
+            if draft is not None:
+                if not (num_worth := self._num_worth(row, draft.chances[1:])):
+                    return None
+                chance, *chances = draft.chances[: num_worth + 1]
+                if not self._costs.is_worth_reading(chance, chances, len(row.tokens)):
+                    return None
+                if row.read() == draft.tokens[0]:
+                    return draft, list(draft.tokens[1 : 1 + num_worth]), 1
+                row.drafts.judge(draft, 1, 0, num_given=1)
+            elif row.drafts.wants_pending:
+                self._wait(row)
+            else:
                 return None
-            chance, *chances = draft.chances[: num_worth + 1]
-            if not self._costs.is_worth_reading(chance, chances, len(row.tokens)):
-                return None
-            if row.read() == draft.tokens[0]:
-                return draft, list(draft.tokens[1 : 1 + num_worth]), 1
-            row.drafts.judge(draft, 1, 0, num_given=1)
         pending = row.read()
         if pending in row.drafts.request.stop_tokens:
             return None
@@ -261,6 +273,14 @@ class DraftedGenerator:
         if draft is None or not (num_worth := self._num_worth(row, draft.chances)):
             return None
         return draft, list(draft.tokens[:num_worth]), 0
+
+    def _wait(self, row: DraftedRow) -> None:
+        """Read the pending token. A pass that had the device for itself, and was waited for most of its time, tells
+        what a plain step takes: behind another row's prefill it would long be done."""
+        asked_at = perf_counter()
+        row.read()
+        if (began_at := row.began_at) is not None and (now := perf_counter()) - asked_at > (now - began_at) / 2:
+            self._note_plain(row, now - began_at)
 
     def _num_worth(self, row: DraftedRow, chances: Sequence[float]) -> int:
         costs, goes_back = self._costs, "hold" in self._ways
@@ -275,6 +295,11 @@ class DraftedGenerator:
             most = min(most, row.stop_at - num_used)
         slots = _num_slots(row.caches)
         return most if slots is None else min(most, slots - num_used)
+
+
+def _waited_for(token: mx.array) -> int:
+    """A token (1,), once the pass that it comes from is computed."""
+    return int(token.item())  # type: ignore[arg-type]
 
 
 def _num_slots(caches: Sequence[Any]) -> int | None:

@@ -98,6 +98,18 @@ class ModelDrafter:
         if self._drafts is not None:
             self._drafts.follow(list(tokens))
 
+    @property
+    def wants_pending(self) -> bool:
+        """See `CostlyDrafter`."""
+        drafts, costs = self._drafts, self._setting.costs
+        is_there = drafts is not None and drafts.num_missing <= CATCH_UP_TOKENS
+        return is_there and costs.step_seconds is not None and costs.is_worth_it and not costs.is_resting
+
+    @property
+    def has_computed(self) -> bool:
+        """See `CostlyDrafter`."""
+        return self._asked_at is not None and self._work != "none"
+
     def propose(self, max_num_tokens: int) -> Draft | None:
         """See `Drafter`."""
         self._note_cycle()
@@ -121,18 +133,18 @@ class ModelDrafter:
 
     def pass_over(self) -> None:
         """Hear that this step is another drafter's: its time says nothing of this one."""
+        self._note_cycle()
         self._asked_at = None
 
+    def note_step(self, seconds: float) -> None:
+        """See `CostlyDrafter`."""
+        self._setting.costs.note_step(seconds)
+
     def _note_cycle(self) -> None:
-        """Learn from what came between the last question and this one: a plain step, or a draft with what it led to,
-        which is nothing where no token was likely enough, or nobody tried it."""
-        if self._asked_at is None or not self._num_followed:
-            return
-        seconds = self._clock() - self._asked_at
-        if self._work == "draft":
-            self._setting.costs.note_outcome(seconds, self._num_followed)
-        elif self._work == "none" and self._num_followed == 1:
-            self._setting.costs.note_step(seconds)
+        """Learn from what came between the last question and this one, where that was about a draft: what it led to,
+        which is a plain step where no token was likely enough, or nobody tried it."""
+        if self._asked_at is not None and self._num_followed and self._work == "draft":
+            self._setting.costs.note_outcome(self._clock() - self._asked_at, self._num_followed)
 
     # --- answering ----------------------------------------------------------------------------------------------------
 
@@ -307,6 +319,30 @@ class ComposedDrafter:
         if best is not None and best is draft:
             model.pass_over()
         return best
+
+    @property
+    def wants_pending(self) -> bool:
+        """See `CostlyDrafter`."""
+        return self.model is not None and self.model.wants_pending
+
+    @property
+    def has_computed(self) -> bool:
+        """See `CostlyDrafter`."""
+        return self.model is not None and self.model.has_computed
+
+    def peek(self, max_num_tokens: int) -> Draft | None:
+        """See `CostlyDrafter`."""
+        draft = self._free.propose(max_num_tokens)
+        if draft is None or not draft.tokens or draft.chances[0] < LIKELY:
+            return None
+        if self.model is not None:
+            self.model.pass_over()
+        return draft
+
+    def note_step(self, seconds: float) -> None:
+        """See `CostlyDrafter`."""
+        if self.model is not None:
+            self.model.note_step(seconds)
 
     def propose_free(self, max_num_tokens: int) -> Draft | None:
         """See `CostlyDrafter`."""

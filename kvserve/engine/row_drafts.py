@@ -6,7 +6,7 @@ be the first of it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvserve.core import CostlyDrafter, Draft, Drafted, Drafter, Drafting, DraftSource, GenerationRequest
 from kvserve.engine.logits_processors import GrammarProcessor
@@ -27,6 +27,10 @@ class RowDrafts:
     """Whether its drafter broke, or its generator while it had drafts, whoever was to blame: it goes on without."""
     failure: str = ""
     """What its drafter raised."""
+    _costly: CostlyDrafter | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._costly = self.drafter if isinstance(self.drafter, CostlyDrafter) else None
 
     def follow(self, tokens: Sequence[int], pending: int | None = None) -> None:
         """Tell the drafter what is new of prompt and answer, and of the token behind them."""
@@ -39,21 +43,44 @@ class RowDrafts:
 
     def propose(self, pending: int | None, max_num_tokens: int, *, is_shared: bool = False) -> Draft | None:
         """What may follow the tokens that the drafter was told, the last of which is the `pending` one where that is
-        known. It ends with the first stop token, and before one that the grammar forbids. In a step that is shared
-        with other rows nothing is computed for it: they would wait. Raises what the grammar raises."""
+        known; where it is not and is wanted (`wants_pending`), only what is likely enough without it. It ends with the
+        first stop token, and before one that the grammar forbids. In a step that is shared with other rows nothing is
+        computed for it: they would wait. Raises what the grammar raises."""
         if self.is_given_up:
             return None
         begun = () if pending is None else (pending,)
         if self.grammar is not None and (forced := self.grammar.forced(begun, max_num_tokens)):
             return self._to_stop(Draft(tuple(forced), (1.0,) * len(forced), "grammar"))
-        drafter = self.drafter
-        propose = drafter.propose_free if is_shared and isinstance(drafter, CostlyDrafter) else drafter.propose
-        draft = self._asked(lambda: propose(max_num_tokens))
+        draft = self._asked(lambda: self._chosen(pending, is_shared=is_shared)(max_num_tokens))
         if draft is None or not draft.tokens:
             return None
         if self.grammar is not None:
             draft = _first(draft, self.grammar.num_allowed((*begun, *draft.tokens)) - len(begun))
         return self._to_stop(_first(draft, max_num_tokens)) if draft.tokens else None
+
+    def _chosen(self, pending: int | None, *, is_shared: bool) -> Callable[[int], Draft | None]:
+        """How the drafter is asked."""
+        costly = self._costly
+        if costly is None:
+            return self.drafter.propose
+        if is_shared:
+            return costly.propose_free
+        return costly.peek if pending is None and costly.wants_pending else costly.propose
+
+    @property
+    def wants_pending(self) -> bool:
+        """Whether more can be drafted once the pending token is read, which is waited for in any case."""
+        return not self.is_given_up and self._costly is not None and self._costly.wants_pending
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether the device worked on the newest draft, or on what it needs."""
+        return self._costly is not None and self._costly.has_computed
+
+    def note_step(self, seconds: float) -> None:
+        """Hear what a plain step takes."""
+        if self._costly is not None:
+            self._costly.note_step(seconds)
 
     def judge(self, draft: Draft, num_tried: int, num_accepted: int, *, num_given: int = 0) -> None:
         """Note what became of a draft. The first `num_given` of its tokens had been drawn before they were tried."""

@@ -266,6 +266,14 @@ def test_a_grammar_that_breaks_ends_its_own_row_alone(monkeypatch: pytest.Monkey
 class CostlyDrafter(LedDrafter):
     """Computes for its drafts, but for those that are free."""
 
+    wants_pending, has_computed = True, False
+
+    def peek(self, max_num_tokens: int) -> Draft | None:
+        raise AssertionError("it is not asked alone")
+
+    def note_step(self, seconds: float) -> None:
+        raise AssertionError("a step of several rows is not one of its own")
+
     def propose(self, max_num_tokens: int) -> Draft | None:
         raise AssertionError("all rows of the batch would wait")
 
