@@ -11,6 +11,7 @@ from typing import Any
 
 from kvserve.demo.build import build_digest, build_model
 from kvserve.demo.families import TINY, ModelScale
+from tests.pipelined import BAILING, bailing_model
 from tests.recurrent import stand_in
 
 TWO_LAYERS = ModelScale(num_layers=2)
@@ -25,11 +26,13 @@ DEEP_ONES = (DEEP + "qwen3_5", DEEP + "gemma3")
 
 
 def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: Any) -> Path:
-    """The folder of a tiny model; keyword arguments as in `build_model`.
+    """The folder of a tiny model, of the demo's families or `BAILING`; keyword arguments as in `build_model`.
 
     Unless `answer_tokens` is given the model never ends an answer by itself, so that tests decide on the length.
     """
     stand_in()
+    if family == BAILING:
+        return bailing_model()
     scale = TINY if family.startswith(DEEP) else TWO_LAYERS
     family = family.removeprefix(DEEP)
     arguments = {"scale": scale, "answer_tokens": answer_tokens} | arguments

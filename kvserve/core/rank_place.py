@@ -1,4 +1,4 @@
-"""Which of several processes that compute one model together this one is."""
+"""Which of several processes that compute one model together this one is, and which of its layers it may have."""
 
 from dataclasses import dataclass
 
@@ -17,3 +17,15 @@ class RankPlace:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """The layers `[start, end)` of so many, which a rank of a pipeline has whole; the others have the rest."""
+
+    start: int
+    end: int
+    num_layers: int
+
+    def __str__(self) -> str:
+        return f"layers {self.start} to {self.end} of {self.num_layers}"

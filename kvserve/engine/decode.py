@@ -72,7 +72,8 @@ class DecodePool:
         self._module = SendingModule(module, send_tokens) if is_alone else AgreedModule(module, send_tokens, ranks)
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
-        self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
+        has_states = model.has_states_elsewhere or any(map(is_recurrent, flat_caches(model.new_caches())))
+        self._holds_states = model.cache_support.can_batch and has_states
         self._draft_settings = draft_settings
         self._draft_support = model.drafts
 

@@ -34,7 +34,7 @@ from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.ranks.all_named import AllNamed
 from kvserve.engine.ranks.following import FollowingRanks
-from kvserve.engine.ranks.loading import joined, read_part, refuse_unlike_look
+from kvserve.engine.ranks.loading import joined, read_part, refuse_unlike_look, with_other_parts
 from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.ranks.rank_link import Ears
 from kvserve.engine.ranks.status import FollowerStatus, RanksStatus, told_of
@@ -132,8 +132,11 @@ class EngineStart:
         """The model in a folder, with what its caches allow."""
         look = self._look(folder, kv, digest)
         max_kv_size, is_alone = self.settings.max_kv_size, self.ranks.is_alone
-        read = None if is_alone else partial(read_part, self.ranks)
+        read = None if is_alone else partial(read_part, self.ranks, kv)
         model = load(folder, max_kv_size, kv, look.probed) if is_alone else load(folder, max_kv_size, kv, read=read)
+        if self.ranks.span is not None:
+            self._note(f"{self.ranks.place} computes {self.ranks.span}.".capitalize())
+        model = with_other_parts(self.ranks, model)
         return replace(model, cache_support=look.support or check_caches(model)), look
 
     def _warm_up(self, scheduler: Scheduler, model: LoadedModel) -> None:

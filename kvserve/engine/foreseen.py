@@ -20,17 +20,20 @@ from mlx_lm.utils import _get_classes
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import flat_caches, held_arrays
-from kvserve.engine.kv_size import KvSize, kv_size, leaf_bytes
+from kvserve.engine.kv_size import KvSize, kv_size, largest, leaf_bytes
 from kvserve.engine.leaf_forms import LeafForm, is_known, leaf_kind
 from kvserve.engine.memory import MemoryPlan, WantedMemory, plan_memory
 from kvserve.engine.model_files import most_used_dtype, weight_file_bytes
-from kvserve.engine.ranks.group import shard
+from kvserve.engine.ranks.dividing import compute_alone, keep_part
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, refuse_own_code
 from kvserve.engine.vision_load import is_vision
 from kvserve.errors import ModelLoadError
 from kvserve.settings.model_config import own_context_limit, read_config, text_config
 
 PROBE_TOKENS = 16
+
+TOLD_TOKENS = 10_000
+"""Of a conversation whose KV is told."""
 
 LONG_PROBES = (2048, 4096)
 """Tokens that a cache of an unknown class is shown: multiples of any step by which buffers grow."""
@@ -40,6 +43,9 @@ HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 USUAL_DTYPE = "bfloat16"
 
 AUTO = WantedMemory()
+
+type Part = tuple[list[Any], tuple[LeafForm, ...]]
+"""Caches of a part of a model, or of all of it, that hold a few tokens, and the forms of their leaves."""
 
 type CacheKind = Literal["every token", "window", "state", "other"]
 """every token  keys and values, or what they are made of, of each token
@@ -75,7 +81,8 @@ class Foreseen:
     """A model that is not loaded. `weights_from`: where its bytes of weights are known from (`shapes`: those of the
     decoder alone where it sees; `written out`: shapes too, since its files are smaller than what is loaded of them);
     `dtype` what its numbers are, and whether that is only what is usual. `context_limit` is for how long it was made,
-    None: it does not say. Of several ranks (`num_ranks`) each holds so much."""
+    None: it does not say. Of several ranks (`num_ranks`) none holds more; `caches` are those of the one that holds most
+    of a long conversation."""
 
     weight_bytes: int
     weights_from: Literal["files", "hub", "shapes", "written out"]
@@ -89,7 +96,7 @@ class Foreseen:
     @property
     def bytes_per_10k_tokens(self) -> float:
         """KV of a conversation's ten thousand tokens, without what it has whatever its length."""
-        return 10_000 * self.sizes.per_token
+        return TOLD_TOKENS * self.sizes.per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +160,15 @@ def foreseen(config: Mapping[str, Any], weights: Weights | None = None, num_rank
     seen = finding(lambda: _seen(config, DTYPES[used], num_ranks, counts_weights=known is None))
     if isinstance(seen, Exception):
         raise _unforeseen(config, seen)
-    caches, forms, share, counted = seen
+    parts, share, counted = seen
+    sizes = [kv_size(caches, forms, None, 0) for caches, forms in parts]
+    caches, forms = parts[max(range(len(parts)), key=lambda place: sizes[place].held(TOLD_TOKENS))]
     return Foreseen(
         weight_bytes=int(share * (known.num_bytes if known is not None else counted)),
         weights_from=known.source if known is not None else "written out" if is_written_out else "shapes",
         dtype=used,
         is_dtype_known=named is not None,
-        sizes=kv_size(caches, forms, None, 0),
+        sizes=largest(sizes),
         caches=tuple(_grouped(flat_caches(caches), forms)),
         context_limit=own_context_limit(config),
         num_ranks=num_ranks,
@@ -168,17 +177,15 @@ def foreseen(config: Mapping[str, Any], weights: Weights | None = None, num_rank
 
 def _seen(
     config: Mapping[str, Any], dtype: Any, num_ranks: int, *, counts_weights: bool
-) -> tuple[list[Any], tuple[LeafForm, ...], float, int]:
-    """What a rank's caches hold of a few tokens, the forms of their leaves, its share of the weights, and the bytes of
-    all of them, 0 where these are known. Raises what the libraries raise."""
-    whole = part = _twin(config, dtype)
-    share = 1.0
+) -> tuple[list[Part], float, int]:
+    """What the caches of parts of the model hold, the largest part's share of the weights, and the bytes of all of
+    them, 0 where these are known. Raises what the libraries raise."""
+    whole, share = _twin(config, dtype), 1.0
+    twins = [whole]
     if num_ranks > 1:
-        part = _twin(config, dtype)
-        _keep_part(part, config, num_ranks)
-        share = _num_bytes(part) / _num_bytes(whole)
-    caches, forms = _caches_seen(part)
-    return caches, forms, share, _weight_bytes(whole, config) if counts_weights else 0
+        twins = _parts(config, dtype, num_ranks)
+        share = max(map(_num_bytes, twins)) / _num_bytes(whole)
+    return [_caches_seen(twin) for twin in twins], share, _weight_bytes(whole, config) if counts_weights else 0
 
 
 def _unforeseen(config: Mapping[str, Any], error: Exception) -> ModelLoadError:
@@ -220,22 +227,33 @@ def _twin(config: Mapping[str, Any], dtype: Any) -> Any:
 class _Group:
     """Stands for a group of ranks where nothing is computed: a model asks it only which part is its own."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank = rank
         self._num_ranks = num_ranks
 
     def size(self) -> int:
         return self._num_ranks
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
 
-def _keep_part(twin: Any, config: Mapping[str, Any], num_ranks: int) -> None:
-    """Leave rank 0's part, which then computes alone: what its caches hold depends on no other rank. Raises
-    ModelLoadError."""
+def _parts(config: Mapping[str, Any], dtype: Any, num_ranks: int) -> list[Any]:
+    """Twins of the parts that are unlike, which then compute alone: what the caches of one hold depends on no other.
+    Raises ModelLoadError."""
     if not is_for_mlx_lm(config):
         raise ModelLoadError(f"Only mlx-lm divides models, and it does not know the family {config.get('model_type')}.")
-    shard(twin, config, num_ranks, _Group(num_ranks))
+    twins = []
+    for rank in range(num_ranks):
+        twins.append(twin := _twin(config, dtype))
+        if keep_part(twin, config, num_ranks, _Group(rank, num_ranks)) is None:  # of every layer each has as much
+            _shard_alone(twin)
+            return twins
+        compute_alone(twin)
+    return twins
+
+
+def _shard_alone(twin: Any) -> None:
     alone = mx.distributed.init(backend="ring")  # of this process, where no variable names others
     for module in twin.modules():
         for name in ("group", "sharding_group"):
@@ -307,7 +325,7 @@ def _weight_bytes(twin: Any, config: Mapping[str, Any]) -> int:
 # --- its caches -------------------------------------------------------------------------------------------------------
 
 
-def _caches_seen(twin: Any) -> tuple[list[Any], tuple[LeafForm, ...]]:
+def _caches_seen(twin: Any) -> Part:
     """Caches that hold a few tokens, and the forms of their leaves. Raises what the twin raises."""
     caches = _filled(twin, PROBE_TOKENS)
     leaves = flat_caches(caches)

@@ -68,6 +68,24 @@ class KvSize:
         return self.packed_from is not None and num_tokens > self.packed_from
 
 
+def largest(sizes: Sequence[KvSize]) -> KvSize:
+    """What a row takes at the most of several parts, all of which are quantised from the same token on or never."""
+
+    def most(name: str) -> Any:
+        return max(getattr(each, name) for each in sizes)
+
+    kept = max(each.per_token - each.memo_per_token for each in sizes)
+    return KvSize(
+        fixed=most("fixed"),
+        per_token=most("per_token"),
+        per_packed_token=most("per_packed_token"),
+        packed_from=sizes[0].packed_from,
+        slot_tokens=most("slot_tokens"),
+        copy_share=most("copy_share"),
+        memo_per_token=most("per_token") - kept,
+    )
+
+
 def kv_size(caches: Sequence[Any], forms: Sequence[LeafForm], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
     """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
     per_token, fixed = _sizes(caches, forms)

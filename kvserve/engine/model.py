@@ -20,6 +20,7 @@ from kvserve.engine.kv_size import KvSize, kv_size
 from kvserve.engine.kv_support import quantiser_of, try_quantising
 from kvserve.engine.leaf_forms import LeafForm, find_forms, forms_by_class, lengths_named
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
+from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.text_load import is_for_mlx_lm, is_for_mlx_vlm, load_text, refuse_own_code
 from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, load_vision, weight_bytes
@@ -78,6 +79,7 @@ class LoadedModel:
     with, `vision_note` what a person should know of it. `leaf_forms` say how each leaf of a row's caches is kept, as
     classes say where they could not be looked at (`leaf_trouble`): then nothing is kept. `drafts` say what its caches
     allow of drafts, None where none are made; `draft` is the model that drafts for it, if one does.
+    `has_states_elsewhere`: layers of other ranks keep states, and what is done with rows is the same on all ranks.
     """
 
     module: Module
@@ -96,6 +98,7 @@ class LoadedModel:
     leaf_trouble: str = ""
     drafts: DraftSupport | None = None
     draft: "LoadedModel | None" = None
+    has_states_elsewhere: bool = False
 
     @property
     def all_weight_bytes(self) -> int:
@@ -110,6 +113,12 @@ class LoadedModel:
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
         return make_prompt_cache(self.module)
+
+    @property
+    def layout(self) -> CacheLayout:
+        """How a row's caches are read and put together again."""
+        forms, has_states_elsewhere = self.leaf_forms, self.has_states_elsewhere
+        return CacheLayout(self.new_caches, self.quantiser, forms, has_states_elsewhere=has_states_elsewhere)
 
     @property
     def own_leaves(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from kvserve.engine.ranks.decisions import STOPS
 from kvserve.engine.ranks.depth import agreed_match
 from kvserve.engine.ranks.place import ALONE, Ranks
 from kvserve.engine.rows import Row, expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
-from kvserve.engine.snapshot import CacheLayout, merged
+from kvserve.engine.snapshot import merged
 
 DISK_WAIT_SECONDS = 0.02
 """How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
@@ -58,7 +58,7 @@ class PrefixCache:
     ) -> None:
         """`memory` is the ledger that says how much may be kept."""
         self._ranks = ranks
-        self._layout = CacheLayout(model.new_caches, model.quantiser, model.leaf_forms)
+        self._layout = model.layout
         self._model = model
         self._max_bytes = max_bytes = memory.plan.kv_bytes
         self.needs_checkpoints = not self._layout.is_cuttable

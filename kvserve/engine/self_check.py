@@ -13,7 +13,8 @@ prefill's cuts matter (`LeafForm.depends_on_cuts`), all prefills are to be cut a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlx_lm.generate import StopSequences, generation_stream
 
 from kvserve.engine.borders import described, finding
 from kvserve.engine.kv_buffers import entering, flat_caches
-from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, LeafForm, is_known, lengths_named
+from kvserve.engine.leaf_forms import MAX_PROBED_TOKENS, is_known, lengths_named
 from kvserve.engine.logits_error import logits_error
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.prefill_pool import can_be_padded, padded_pass
@@ -85,12 +86,14 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
     num_ids, num_tokens = min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens + 2 * NUM_GIVEN_TOKENS
     tokens = [(1 + 37 * place) % num_ids for place in range(num_tokens)]  # they differ from their neighbours
+    layout = replace(model, quantiser=None).layout
     with mx.stream(generation_stream):
-        trial = _Trial(model.module, model.new_caches, tokens, model.leaf_forms, allows_noise=not unknown)
+        trial = _Trial(model.module, model.new_caches, tokens, allows_noise=not unknown)
         no_batch = _why_not_batch(unknown, named) or _blocks_of(model.module) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
-        no_copy = model.leaf_trouble or _why_not_exact(model) or _trouble(trial.copies)
+        no_copy = model.leaf_trouble or _why_not_exact(model) or _trouble(partial(trial.copies, layout))
         is_plain = model.quantiser is None and model.vision is None and can_be_padded(model.new_caches())
+        is_plain &= not model.has_states_elsewhere
         no_pad = _trouble(trial.padded) if is_plain and not no_batch else ""
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
     grows = any(form.kind == "whole" and form.per_token for form in model.leaf_forms or ())
@@ -114,8 +117,7 @@ def _of_cuts(model: LoadedModel) -> str:
 
 def _why_not_exact(model: LoadedModel) -> str:
     """Why nothing kept is what would be computed anew; empty where it may be: checkpoints have fixed places."""
-    is_cuttable = CacheLayout(model.new_caches, forms=model.leaf_forms).is_cuttable
-    return "what they hold depends on where a prefill is cut" if is_cuttable and _of_cuts(model) else ""
+    return "what they hold depends on where a prefill is cut" if model.layout.is_cuttable and _of_cuts(model) else ""
 
 
 def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, in_pieces: str, *, is_copied: bool) -> Iterator[str]:
@@ -175,14 +177,12 @@ class _Trial:
         module: Callable[..., Any],
         new_caches: Callable[[], list[Any]],
         tokens: list[int],
-        forms: Sequence[LeafForm] | None = None,
         *,
         allows_noise: bool,
     ) -> None:
         """`tokens`: the long row's prompt, whose beginning is the short one's, and how each of them continues."""
         self._module = module
         self._new_caches = new_caches
-        self._forms = forms
         prompt, given = tokens[: -2 * NUM_GIVEN_TOKENS], tokens[-2 * NUM_GIVEN_TOKENS :]
         self._long = self._run_alone(prompt, given[:NUM_GIVEN_TOKENS])
         self._short = self._run_alone(prompt[:SHORT_ROW_TOKENS], given[NUM_GIVEN_TOKENS:])
@@ -205,9 +205,8 @@ class _Trial:
         for (_, caches), row, script in zip(sorted(ended.items()), rows, scripts, strict=True):
             self._compare([*script.seen, self._step(caches, row.given[2:3])], row.logprobs)
 
-    def copies(self) -> None:
+    def copies(self, layout: CacheLayout) -> None:
         """Copies and original continue in turns, none must notice the others. Raises CachesDiffer."""
-        layout = CacheLayout(self._new_caches, forms=self._forms)
         original = self._prefilled(self._long.prompt)
         num_tokens = len(self._long.prompt) - 1
         kv, state = layout.read_kv(original, 0, num_tokens), layout.read_state(original)

@@ -69,9 +69,13 @@ class CacheLayout:
         new_caches: Callable[[], list[Any]],
         quantiser: Quantiser | None = None,
         forms: Sequence[LeafForm] | None = None,
+        *,
+        has_states_elsewhere: bool = False,
     ) -> None:
-        """`forms` as they were found on the model (`find_forms`); None: as classes say."""
+        """`forms` as they were found on the model (`find_forms`); None: as classes say. `has_states_elsewhere`: other
+        ranks have layers of the row that cannot be cut, so that it begins where these have a state."""
         self._new_caches = new_caches
+        self._has_states_elsewhere = has_states_elsewhere
         self._quantiser = quantiser
         self._forms = tuple(forms) if forms is not None else forms_by_class(new_caches)
         row_tokens = tuple(form.row_tokens for form in self._forms if form.has_rows)
@@ -80,7 +84,7 @@ class CacheLayout:
     @property
     def is_cuttable(self) -> bool:
         """True when any prefix of a row can be restored from its segments alone."""
-        return not any(form.has_state for form in self._forms)
+        return not self._has_states_elsewhere and not any(form.has_state for form in self._forms)
 
     def read_kv(self, caches: Sequence[Any], start: int, end: int, packed_from: int | None = None) -> KvSlice:
         """Copy the KV of the tokens `[start, end)` out of a row's caches. `packed_from` is where those are converted;
@@ -131,11 +135,11 @@ class CacheLayout:
         ]
 
     def read_state(self, caches: Sequence[Any]) -> StateSnapshot | None:
-        """Copy the leaves that cannot be cut, at the caches' present offset; None where there are none."""
-        leaves = tuple(_detached(leaf, form) for leaf, form in self._with_forms(caches) if form.has_state)
-        if not leaves:
+        """Copy the leaves that cannot be cut, at the caches' present offset; None where any prefix can be restored. An
+        empty one marks where other ranks have theirs."""
+        if self.is_cuttable:
             return None
-        return StateSnapshot.of(leaves)
+        return StateSnapshot.of([_detached(leaf, form) for leaf, form in self._with_forms(caches) if form.has_state])
 
     def restore(
         self, pieces: Sequence[tuple[KvSlice, int, int]], state: StateSnapshot | None, num_next_tokens: int

@@ -16,7 +16,8 @@ import pytest
 from tests.disk_servers import clear, request
 from tests.e2e.servers import ServerProcess, serving, wait_until
 from tests.led_texts import NUM_TOKENS
-from tests.models import tiny_model
+from tests.models import DEEP, tiny_model
+from tests.pipelined import BAILING
 from tests.ranked_servers import ALIKE, FOLLOWER, NEAR_TIE, RankedServer, Written, ranked, start_script, write
 from tests.seeded_prompts import seeded_text
 
@@ -29,8 +30,12 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("gpt_oss", {}),
     ("qwen3_5", {}),
     ("qwen3", QUANTISED),
+    ("qwen3_next", {}),
+    (DEEP + "qwen3_next", {}),
+    (BAILING, {}),
 ]
-"""Plain caches, windows with sinks, recurrent states, and KV that is quantised from within the prompt on."""
+"""Plain caches, windows with sinks, recurrent states, and KV that is quantised from within the prompt on. Then
+pipelines: rank 0 has the keys and the other one the states; it has both; both have both."""
 
 SEED = int(os.environ.get("RANK_TEXT_SEED", str(random.randrange(2**16))))
 NUM_WORDS = 120
@@ -122,9 +127,10 @@ HALF_SILENT = """
 from kvserve.engine.ranks import loading
 real = loading.divide
 def divide(module, config, place):
-    real(module, config, place)
+    span = real(module, config, place)
     for layer in module.model.layers:
         layer.self_attn.o_proj.weight = layer.self_attn.o_proj.weight * 0
+    return span
 loading.divide = divide
 """
 STALE = """
@@ -140,17 +146,46 @@ PrefixCache._restored = restored
 """
 
 
-def test_a_rank_that_adds_nothing_or_restores_other_rows_is_seen(tmp_path: Path) -> None:
-    """The control of the comparison, though the text is led: half of the heads are silent; or a follower is right until
-    it begins with rows of the token before."""
+SILENT_LAYER = """
+from kvserve.engine.ranks import loading
+real = loading.divide
+def divide(module, config, place):
+    span = real(module, config, place)
+    for layer in module.layers:
+        layer.linear_attn.out_proj.weight = layer.linear_attn.out_proj.weight * 0
+    return span
+loading.divide = divide
+"""
+STALE_STATES = """
+import mlx.core as mx
+from kvserve.engine.prefix_cache import PrefixCache
+real = PrefixCache._restored
+def restored(self, *what):
+    lease, caches, num_tokens = real(self, *what)
+    for cache in caches if num_tokens else ():
+        cache.cache = [mx.roll(array, 1, axis=-1) for array in cache.cache]
+    return lease, caches, num_tokens
+PrefixCache._restored = restored
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "silent_fault", "stale_fault"),
+    [("qwen3", HALF_SILENT, STALE), ("qwen3_next", SILENT_LAYER, STALE_STATES)],
+)
+def test_a_rank_that_adds_nothing_or_restores_other_rows_is_seen(
+    family: str, silent_fault: str, stale_fault: str, tmp_path: Path
+) -> None:
+    """The control of the comparison, though the text is led: half of the heads, or a layer, are silent; or a follower
+    is right until it begins with rows of the token before, or another state."""
     noted, texts = tmp_path / "noted", PROMPTS[:2]
     script = start_script(tmp_path / "start", f"\nfrom tests.led_texts import note\nnote({str(noted)!r})\n")
     options = {"script": script, "with_proxy": False, "DISK_CACHE_DIR": tmp_path / "kv", **ALIKE}
-    with serving(tmp_path / "one", "--model", str(tiny_model("qwen3")), **options) as one:
+    with serving(tmp_path / "one", "--model", str(tiny_model(family)), **options) as one:
         expected = [write(one.wait_until_healthy().port, text, NUM_TOKENS + 1) for text in texts]
-    with ranked(tmp_path / "silent", "qwen3", (led_by(noted), HALF_SILENT)) as server:
+    with ranked(tmp_path / "silent", family, (led_by(noted), silent_fault)) as server:
         silent = write(server.lead.port, texts[0], NUM_TOKENS)
-    with ranked(tmp_path / "stale", "qwen3", (led_by(noted), STALE)) as server:
+    with ranked(tmp_path / "stale", family, (led_by(noted), stale_fault)) as server:
         stale = [write(server.lead.port, text, NUM_TOKENS) for text in texts]
     with pytest.raises(AssertionError, match="instead of"):
         assert_led(silent, expected[0])
@@ -167,6 +202,33 @@ def test_a_model_that_cannot_be_divided_says_so(tmp_path: Path) -> None:
         assert server.exit_codes(180) == [1, 1]
         for rank in server.ranks:
             assert "cannot be divided over 2 ranks" in rank.screen
+    finally:
+        server.close()
+
+
+SENDS_LATE = """
+import mlx.core as mx
+mx.depends = lambda arrays, _: arrays
+"""
+"""What a rank sends does not hang on its caches any more."""
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings", "why"),
+    [
+        (("", SENDS_LATE), {}, "mlx-lm's pipeline of it does not work"),
+        (("", ""), {"KV_BITS": 8}, "KV_BITS=8 cannot be used"),
+    ],
+)
+def test_a_pipeline_that_cannot_serve_says_so(
+    faults: tuple[str, str], settings: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    """Both ranks end with 1 and one sentence, before any waits for what never comes."""
+    server = RankedServer(tmp_path, "qwen3_next", faults, **settings)
+    try:
+        assert server.exit_codes(180) == [1, 1]
+        for rank in server.ranks:
+            assert why in rank.screen
     finally:
         server.close()
 

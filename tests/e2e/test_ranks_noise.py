@@ -14,7 +14,8 @@ import pytest
 from kvserve.engine.text_load import load_text
 from kvserve.settings.model_config import read_config
 from tests.engine.ranks.logits_of_a_part import STALE, SWAPPED, said_to
-from tests.models import tiny_model
+from tests.models import DEEP, tiny_model
+from tests.pipelined import BAILING
 from tests.ports import free_port
 from tests.ranked_servers import NEAR_TIE
 from tests.seeded_prompts import seeded_ids
@@ -22,6 +23,9 @@ from tests.seeded_prompts import seeded_ids
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 FAMILIES = ("qwen3", "llama", "gpt_oss", "qwen3_5")
+PIPELINES = ("qwen3_next", DEEP + "qwen3_next", BAILING)
+"""Of which the last rank has states, and heads that could be swapped in one only."""
+
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_PROMPTS = 200, 8, 2
 VOCABULARY = 500
 """Ids that all of the families have."""
@@ -90,8 +94,9 @@ def difference(one: mx.array, other: mx.array) -> float:
 
 def test_what_a_divided_model_says_differs_by_noise(tmp_path: Path) -> None:
     """Each family on its prompts; with another head's question, and with KV of another prompt, it is no noise."""
-    asked = [Asked(family, seed) for family in FAMILIES for seed in range(NUM_PROMPTS)]
+    asked = [Asked(family, seed) for family in (*FAMILIES, *PIPELINES) for seed in range(NUM_PROMPTS)]
     planted = [Asked(family, 0, fault) for family in FAMILIES for fault in (SWAPPED, STALE)]
+    planted += [Asked(family, 0, STALE) for family in PIPELINES]
     every = [*asked, *planted]
     for each, found in zip(every, said_by_ranks(tmp_path, every), strict=True):
         off = difference(said_by_one(each), found)

@@ -78,11 +78,13 @@ PARTS_BY_HAND: dict[str, tuple[float, float, float]] = {
     # a latent is whole on every rank
     "DeepSeek-V3": (BY_HAND["DeepSeek-V3"][0] / 2, 1.0, 1.0),
     "gpt-oss-20b": (BY_HAND["gpt-oss-20b"][0] / 2, 0.5, 0.5),
+    # no shard(): each has half of the layers whole
+    "Qwen3-Next-80B-A3B": (BY_HAND["Qwen3-Next-80B-A3B"][0] / 2, 0.5, 0.5),
 }
 """Bytes of weights on each of two ranks, and which share of the KV it has."""
 
 
-@pytest.mark.parametrize("name", sampled(PARTS_BY_HAND, ("Llama-3.1-8B",)))
+@pytest.mark.parametrize("name", sampled(PARTS_BY_HAND, ("Llama-3.1-8B", "Qwen3-Next-80B-A3B")))
 def test_a_rank_holds_its_part(name: str) -> None:
     """By mlx-lm's own way to divide it."""
     found, (weight_bytes, share, share_fixed) = foreseen(PUBLIC[name], num_ranks=2), PARTS_BY_HAND[name]
@@ -90,6 +92,16 @@ def test_a_rank_holds_its_part(name: str) -> None:
     assert found.num_ranks == 2
     assert (found.sizes.per_token, found.sizes.fixed) == (share * per_token, share_fixed * fixed)
     assert found.weight_bytes == pytest.approx(weight_bytes, rel=0.1)
+
+
+def test_of_unlike_parts_the_largest_counts() -> None:
+    """One layer has the keys, the other one the state: either rank must have room for what it may be."""
+    config = read_config(tiny_model("qwen3_next"))
+    whole, part = foreseen(config), foreseen(config, num_ranks=2)
+    assert (part.sizes.per_token, part.sizes.fixed) == (whole.sizes.per_token, whole.sizes.fixed)
+    assert [each.kind for each in whole.caches] == ["state", "every token"]
+    assert [each.kind for each in part.caches] == ["every token"]
+    assert whole.weight_bytes / 2 < part.weight_bytes < whole.weight_bytes
 
 
 def test_the_page_has_these_figures() -> None:

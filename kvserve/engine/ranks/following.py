@@ -35,7 +35,6 @@ class FollowingRanks(Ranks):
     ) -> None:
         """`agree(ids)` gives rank 0's ids of a decode pass, within its graph. `level`: as `LeadingRanks` has it."""
         self.place = place
-        self.salt = (f"{place}, tensor",)
         self.link = link
         self._progress = progress
         self._agree = agree

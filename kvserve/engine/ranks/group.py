@@ -1,5 +1,4 @@
-"""How the ranks of one model find each other, and how a model is divided over them. It knows MLX's group of processes,
-and nothing of rows.
+"""How the ranks of one model find each other. It knows MLX's group of processes, and nothing of models and rows.
 
 The ranks agree on a port and a secret by a first collective; each follower shows the secret on its connection to
 rank 0. The secret keeps strangers out, it does not hide what goes over the wire.
@@ -8,14 +7,13 @@ rank 0. The secret keeps strangers out, it does not hide what goes over the wire
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 
 from kvserve.core.rank_place import RankPlace
-from kvserve.engine.borders import described, finding
 from kvserve.engine.ranks.following import FollowingRanks
 from kvserve.engine.ranks.leading import LeadingRanks
 from kvserve.engine.ranks.place import Ranks
@@ -107,29 +105,6 @@ def _shown(connection: socket.socket, secret: bytes) -> int | None:
     if len(greeting) < SECRET_BYTES + RANK_BYTES or not secrets.compare_digest(greeting[:SECRET_BYTES], secret):
         return None
     return int.from_bytes(greeting[SECRET_BYTES:])
-
-
-def divide(module: Any, config: dict[str, Any], place: RankPlace) -> None:
-    """Keep this rank's part of a model that was loaded lazily. Raises ModelLoadError where it cannot be divided."""
-    shard(module, config, place.size, mx.distributed.init(strict=True))
-    mx.eval(module.parameters())
-
-
-def shard(module: Any, config: Mapping[str, Any], num_ranks: int, group: Any) -> None:
-    """Leave of a model's lazy arrays the part of one rank of `group`. Raises ModelLoadError where it cannot be
-    divided."""
-    if not hasattr(module, "shard"):
-        raise ModelLoadError(
-            f"A model of the family {config.get('model_type')} cannot be divided over {num_ranks} ranks: mlx-lm has no "
-            "shard() for it. Start one rank, or choose another model."
-        )
-    text = config.get("text_config") or config
-    for key in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
-        if isinstance(number := text.get(key), int) and number % num_ranks:
-            raise ModelLoadError(f"This model cannot be divided over {num_ranks} ranks: its {key} is {number}.")
-    error = finding(lambda: module.shard(group))
-    if error is not None:
-        raise ModelLoadError(f"This model cannot be divided over {num_ranks} ranks: {described(error)}")
 
 
 def lost(reason: str) -> ModelLoadError:

@@ -46,7 +46,6 @@ class LeadingRanks(Ranks):
         """`agree(ids)` gives the followers the ids of a decode pass, within its graph. `level()` is a collective of
         its own: whether all ranks are there, with nothing of a pass before it."""
         self.place = place
-        self.salt = (f"{place}, tensor",)
         self._links = links
         self._progress = progress
         self._agree = agree

@@ -3,17 +3,20 @@ loaded its part, and that all have found the same about it.
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvserve.core.rank_place import RankPlace
-from kvserve.engine.borders import described, finding
 from kvserve.engine.engine_settings import EngineSettings
+from kvserve.engine.kv_size import KvSize, largest
 from kvserve.engine.memory import memory_bytes
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.ranks.group import divide, join
+from kvserve.engine.quantised import KvSettings
+from kvserve.engine.ranks.alike import on_all, refuse_unlike
+from kvserve.engine.ranks.dividing import divide
+from kvserve.engine.ranks.group import join
+from kvserve.engine.ranks.pipeline_probe import refuse_broken, refuse_quantised
 from kvserve.engine.ranks.place import Ranks
 from kvserve.engine.ranks.rank_link import Ears
 from kvserve.engine.text_load import is_for_mlx_lm, load_text
@@ -26,7 +29,6 @@ NO_IMAGES = "Over several ranks the model sees no images."
 SHARED = ("max_kv_size", "max_concurrent_requests", "prefill_step_size", "kv", "drafts")
 """Settings that steer what is in a pass."""
 
-ABSENT = "absent"
 NUM_GLIMPSES, GLIMPSE_BYTES = 64, 4096
 """Of each file of weights: where nothing outlives the process its weights are compared by no more than that."""
 
@@ -44,31 +46,40 @@ def _disk_mode(settings: EngineSettings) -> str:
     return "none" if settings.disk is None else "scratch" if settings.disk.is_ephemeral else "folder"
 
 
+def with_other_parts(ranks: Ranks, model: LoadedModel) -> LoadedModel:
+    """A rank's model with what counts of the other parts: whether any of them keeps states, and the sizes of the
+    largest, as a row that one of them has no room for is nobody's."""
+    if ranks.is_alone:
+        return model
+    own = {"has_states": not model.layout.is_cuttable, "weights": model.weight_bytes, "sizes": asdict(model.sizes)}
+    parts = ranks.gathered("parts", own)
+    return replace(
+        model,
+        has_states_elsewhere=any(part["has_states"] for part in parts),
+        weight_bytes=max(part["weights"] for part in parts),
+        sizes=largest([KvSize(**part["sizes"]) for part in parts]),
+    )
+
+
 def refuse_unlike_look(ranks: Ranks, model: LoadedModel) -> None:
-    """Raises ModelLoadError where the ranks have found other things about a model's caches."""
+    """Raises ModelLoadError where the ranks have found other things about a model's caches. In a pipeline each has
+    other layers, whose caches are what they are."""
     support = model.cache_support
-    kinds = [[form.kind, form.depends_on_cuts] for form in model.leaf_forms or ()]
+    kinds = [[form.kind, form.depends_on_cuts] for form in model.leaf_forms or ()] if ranks.span is None else []
     allows = [support.can_batch, support.can_keep, support.can_pad, support.cut_tokens]
     found = {"vocabulary": model.vocab_size, "forms": kinds, "support": allows, "trouble": model.leaf_trouble}
     refuse_unlike(ranks, "look at the caches", found)
 
 
-def refuse_unlike(ranks: Ranks, name: str, values: dict[str, Any]) -> None:
-    """Raises ModelLoadError where the ranks have other values; `name` says what these are."""
-    for rank, others in enumerate(ranks.gathered(name, values)):
-        for key in {**values, **others}:
-            own, other = values.get(key, ABSENT), others.get(key, ABSENT)
-            if own != other:
-                raise ModelLoadError(
-                    f"The ranks of one model need the same {name}: {key} is {own!r} here ({ranks.place}) and "
-                    f"{other!r} on rank {rank}."
-                )
-
-
-def read_part(ranks: Ranks, folder: Path, config: dict[str, Any]) -> VisionModel:
-    """This rank's part of a model, once all ranks have theirs. Raises ModelLoadError where one of them has not."""
+def read_part(ranks: Ranks, kv: KvSettings, folder: Path, config: dict[str, Any]) -> VisionModel:
+    """This rank's part of a model, once all ranks have theirs. Raises ModelLoadError where one of them has not, and for
+    a pipeline that cannot serve."""
     refuse_unlike(ranks, "model files", on_all(ranks, lambda: glimpsed(folder)))
-    return on_all(ranks, lambda: _part(ranks, folder, config))
+    part = on_all(ranks, lambda: _part(ranks, folder, config))
+    if ranks.span is not None:
+        refuse_quantised(kv)
+        refuse_broken(ranks, part.decoder, ranks.span)
+    return part
 
 
 def glimpsed(folder: Path) -> dict[str, str]:
@@ -90,23 +101,9 @@ def _glimpse(file: Path) -> str:
     return f"{num_bytes} bytes, {digest.hexdigest()[:16]}"
 
 
-def on_all[T](ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do what must succeed on every rank before any goes on. Raises what it raises here, ModelLoadError where another
-    rank could not."""
-    result = finding(work)
-    reason = "" if not isinstance(result, Exception) else str(result) or described(result)
-    reasons = ranks.gathered("loaded", reason)
-    if isinstance(result, Exception):
-        raise result
-    for rank, other in enumerate(reasons):
-        if other:
-            raise ModelLoadError(f"Rank {rank} cannot load its part: {other}")
-    return result
-
-
 def _part(ranks: Ranks, folder: Path, config: dict[str, Any]) -> VisionModel:
     if ranks.place is None or not is_for_mlx_lm(config):
         raise ModelLoadError(f"Only mlx-lm divides models, and it does not know the family {config['model_type']}.")
     module, config = load_text(folder, config, is_lazy=True)
-    divide(module, config, ranks.place)
+    ranks.span = divide(module, config, ranks.place)
     return VisionModel(module, config, None, NO_IMAGES if is_vision(config) else "")

@@ -5,7 +5,7 @@ comes next, or what is in it, goes through it. This base is an engine that compu
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvserve.core.rank_place import RankPlace
+from kvserve.core.rank_place import LayerSpan, RankPlace
 from kvserve.engine.ranks.decisions import Decision
 from kvserve.engine.rows import Row
 
@@ -21,8 +21,13 @@ class Ranks:
     """An engine that computes alone. Belongs to the engine thread."""
 
     place: RankPlace | None = None
-    salt: Sequence[str] = ()
-    """In the name of what is kept on disk: the part of a model has no use for another part."""
+    span: LayerSpan | None = None
+    """Which layers this rank has whole; None: a part of every one."""
+
+    @property
+    def salt(self) -> Sequence[str]:
+        """In the name of what is kept on disk: the part of a model has no use for another part."""
+        return () if self.place is None else (f"{self.place}, {self.span or 'tensor'}",)
 
     @property
     def is_alone(self) -> bool:

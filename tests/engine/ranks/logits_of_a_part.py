@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvserve.engine.ranks.group import divide
+from kvserve.engine.ranks.dividing import divide
 from kvserve.engine.text_load import load_text
 from kvserve.settings.model_config import read_config
 from kvserve.settings.rank_env import rank_place

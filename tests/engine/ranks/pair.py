@@ -48,10 +48,11 @@ QUANTISED_KV = KvSettings(bits=4, scheme="turboquant", start=80)
 
 
 @cache
-def loaded(family: str) -> LoadedModel:
-    """A tiny model with what its caches allow."""
+def loaded(family: str, *, has_states_elsewhere: bool = False) -> LoadedModel:
+    """A tiny model with what its caches allow, beside those of another part."""
     kv = QUANTISED_KV if family.startswith(QUANTISED) else FULL_PRECISION
     model = load(tiny_model(family.removeprefix(QUANTISED)), 131072, kv)
+    model = replace(model, has_states_elsewhere=has_states_elsewhere)
     few_bytes = int(20 * model.sizes.per_token)  # rows of unlike length decode in groups of their own
     return replace(model, cache_support=check_caches(model), active_weight_bytes=few_bytes)
 
@@ -154,10 +155,11 @@ class OneRank:
     said: list[str]
 
 
-def one_rank(family: str, ranks: Ranks) -> OneRank:
+def one_rank(family: str, ranks: Ranks, *, has_states_elsewhere: bool = False) -> OneRank:
     """A rank of a tiny model with all of its weights."""
-    passes, said = Passes(loaded(family).module, ranks.is_following), list[str]()
-    model = replace(loaded(family), module=passes)
+    model = loaded(family, has_states_elsewhere=has_states_elsewhere)
+    passes, said = Passes(model.module, ranks.is_following), list[str]()
+    model = replace(model, module=passes)
     settings = engine_settings(max_concurrent_requests=4)
     memory = MemoryLedger(settings.memory_plan(model), said.append)
     kept = PrefixCache(model, settings.cache, memory, "the same name", ranks)
@@ -231,10 +233,14 @@ class Pair:
 
 @contextmanager
 def pair(
-    family: str, *, agree: Callable[[deque[Any]], Any] = deque.popleft, level: Callable[[], bool] = lambda: True
+    family: str,
+    *,
+    follower: str | None = None,
+    agree: Callable[[deque[Any]], Any] = deque.popleft,
+    level: Callable[[], bool] = lambda: True,
 ) -> Iterator[Pair]:
-    """A leader and its follower. `level` is what both find behind a failure. At the end the follower has done all that
-    the leader began."""
+    """A leader and its follower, which may be of another family: then each takes the other's caches for those of other
+    layers. `level` is what both find behind a failure. At the end the follower has done all that the leader began."""
     turns, to_follower, to_leader, ids = Turns(), deque[Frame](), deque[Frame](), deque[Any]()
 
     def agreed(own: mx.array) -> mx.array:
@@ -247,7 +253,12 @@ def pair(
     following = FollowingRanks(
         RankPlace(1, SIZE, ""), link, Progress(), lambda _: mx.array(agree(ids), dtype=mx.uint32), level
     )
-    both = Pair(one_rank(family, leading), one_rank(family, following), turns)
+    is_unlike = follower is not None
+    both = Pair(
+        one_rank(family, leading, has_states_elsewhere=is_unlike),
+        one_rank(follower or family, following, has_states_elsewhere=is_unlike),
+        turns,
+    )
 
     def add(row: Row) -> None:
         FollowingRanks.add(following, row)

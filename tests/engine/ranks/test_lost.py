@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvserve.core import GenerationFailed
-from kvserve.core.rank_place import RankPlace
+from kvserve.core.rank_place import LayerSpan, RankPlace
 from kvserve.engine.ranks.all_named import AllNamed
 from kvserve.engine.ranks.leading import LeadingRanks
 from kvserve.engine.ranks.place import ALONE, Ranks, RanksLost
@@ -147,3 +147,13 @@ def test_each_rank_has_a_name_of_its_own_on_disk() -> None:
         own, other = both.leader.ranks.salt, both.follower.ranks.salt
     assert own and other and own != other
     assert not ALONE.salt
+
+
+def test_what_is_on_disk_is_named_by_the_layers_of_a_rank() -> None:
+    """Divided in another way the same rank has other layers. Of a part of every layer the name is what it was."""
+    ranks, names = Ranks(), set[str]()
+    ranks.place = RankPlace(1, 2, "")
+    for span in (None, LayerSpan(0, 24, 48), LayerSpan(0, 16, 48), LayerSpan(16, 32, 48)):
+        ranks.span = span
+        names.update(ranks.salt)
+    assert len(names) == 4 and "rank 1 of 2, tensor" in names
