@@ -374,7 +374,7 @@ class DecodePool:
     def _new_generator(self, *, is_drafted: bool) -> Any:
         support = self.draft_support if is_drafted else None
         if support is not None and support.ways is not None:
-            return DraftedGenerator(self._module, support.ways, support.costs)
+            return DraftedGenerator(self._module, support.ways, support.costs, self._module.send)
         if not self._model.cache_support.can_batch:
             return SoloGenerator(self._module, self._module.taken)
         generator = batch_generator(self._module, completion_batch_size=self._max_batch_size)

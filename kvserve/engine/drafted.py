@@ -58,7 +58,10 @@ class DraftedRow:
     is_even: bool = False
     """Whether the last step was a plain one, so that the time of this one is that of a pass."""
     began_at: float | None = None
-    """When the pass under way began, where the device had nothing else to do."""
+    """When the pass under way began, of one token, where the row's last one was done by then."""
+    left_at: float = 0.0
+    """When the token before the pending one was read, of a plain step: its pass was done, and that of the pending one
+    began."""
     context: Any = field(init=False)  # TokenBuffer, which is not typed
 
     def __post_init__(self) -> None:
@@ -83,9 +86,13 @@ class DraftedRow:
 class DraftedGenerator:
     """Decodes one row at a time; rows of several generators take turns. Every method but `close` may run the model."""
 
-    def __init__(self, module: Callable[..., Any], ways: Sequence[Way], costs: PassCosts) -> None:
-        """`module(tokens (1, n), cache=caches)` gives logits (1, n, vocabulary)."""
+    def __init__(
+        self, module: Callable[..., Any], ways: Sequence[Way], costs: PassCosts, send: Callable[[], None]
+    ) -> None:
+        """`module(tokens (1, n), cache=caches)` gives logits (1, n, vocabulary). `send` is called where a pass is
+        waited for before the next one is described: clients may have what came before."""
         self._module = module
+        self._send = send
         self._ways = ways
         self._costs = costs
         self._row: DraftedRow | None = None
@@ -170,18 +177,22 @@ class DraftedGenerator:
         row.behind = []
         row.pending = row.draw(taken, logits)
         mx.async_eval(row.pending)  # type: ignore[no-untyped-call]
-        row.began_at = perf_counter() if was_known else None
+        row.began_at = perf_counter() if was_known and width == 1 else None
         token = row.known if row.known is not None else _waited_for(taken)
         row.known = None
         if row.is_even and not was_known and width == 1 and not row.drafts.has_computed:
-            self._note_plain(row, perf_counter() - started)
-        row.is_even = not was_known
+            self._note_plain(row, row.left_at, started)
+        row.is_even, row.left_at = not was_known, perf_counter()
         row.tokens.append(token)
         return [token]
 
-    def _note_plain(self, row: DraftedRow, seconds: float) -> None:
-        self._costs.note(1, len(row.tokens), seconds)
-        row.drafts.note_step(seconds)
+    def _note_plain(self, row: DraftedRow, began_at: float, asked_at: float) -> None:
+        """Learn from a pass that began then and was read just now, where it was waited for most of its time: behind
+        another row's prefill it would long be done."""
+        seconds = perf_counter() - began_at
+        if perf_counter() - asked_at > seconds / 2:
+            self._costs.note(1, len(row.tokens), seconds)
+            row.drafts.note_step(seconds)
 
     def _verify(self, row: DraftedRow, draft: Draft, tokens: Sequence[int], num_given: int) -> list[int]:
         """Put the pending token and drafted ones through the model; the tokens that are handed out for it."""
@@ -275,12 +286,12 @@ class DraftedGenerator:
         return draft, list(draft.tokens[:num_worth]), 0
 
     def _wait(self, row: DraftedRow) -> None:
-        """Read the pending token. A pass that had the device for itself, and was waited for most of its time, tells
-        what a plain step takes: behind another row's prefill it would long be done."""
+        """Read the pending token; its pass tells what a plain step takes where it was one."""
+        self._send()
         asked_at = perf_counter()
         row.read()
-        if (began_at := row.began_at) is not None and (now := perf_counter()) - asked_at > (now - began_at) / 2:
-            self._note_plain(row, now - began_at)
+        if row.began_at is not None:
+            self._note_plain(row, row.began_at, asked_at)
 
     def _num_worth(self, row: DraftedRow, chances: Sequence[float]) -> int:
         costs, goes_back = self._costs, "hold" in self._ways

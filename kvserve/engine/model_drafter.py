@@ -136,14 +136,18 @@ class ModelDrafter:
         self._note_cycle()
         self._asked_at = None
 
+    def leave_to_others(self) -> None:
+        """Hear that other rows are in this step: what the last question led to took part of their time."""
+        self._asked_at = None
+
     def note_step(self, seconds: float) -> None:
         """See `CostlyDrafter`."""
         self._setting.costs.note_step(seconds)
 
     def _note_cycle(self) -> None:
         """Learn from what came between the last question and this one, where that was about a draft: what it led to,
-        which is a plain step where no token was likely enough, or nobody tried it."""
-        if self._asked_at is not None and self._num_followed and self._work == "draft":
+        which is a plain step where no token was likely enough, or nobody tried it, and nothing before that is over."""
+        if self._asked_at is not None and self._work == "draft":
             self._setting.costs.note_outcome(self._clock() - self._asked_at, self._num_followed)
 
     # --- answering ----------------------------------------------------------------------------------------------------
@@ -347,7 +351,7 @@ class ComposedDrafter:
     def propose_free(self, max_num_tokens: int) -> Draft | None:
         """See `CostlyDrafter`."""
         if self.model is not None:
-            self.model.pass_over()
+            self.model.leave_to_others()
         return self._free.propose(max_num_tokens)
 
     def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:

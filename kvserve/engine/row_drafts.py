@@ -75,7 +75,7 @@ class RowDrafts:
     @property
     def has_computed(self) -> bool:
         """Whether the device worked on the newest draft, or on what it needs."""
-        return self._costly is not None and self._costly.has_computed
+        return not self.is_given_up and self._costly is not None and self._costly.has_computed
 
     def note_step(self, seconds: float) -> None:
         """Hear what a plain step takes."""

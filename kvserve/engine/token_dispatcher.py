@@ -81,6 +81,10 @@ class SendingModule:
         self._send_tokens()
         return logits
 
+    def send(self) -> None:
+        """Send them now: something is to be waited for before the next pass."""
+        self._send_tokens()
+
     def taken(self, ids: Any) -> Any:
         """The ids (rows,) that the newest pass has taken: these."""
         return ids

@@ -14,8 +14,10 @@ import pytest
 from kvserve.core import Draft
 from kvserve.engine import drafted
 from kvserve.engine.drafted import DraftedGenerator, DraftedRow
+from kvserve.engine.kv_buffers import flat_caches
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.pass_costs import PassCosts
+from kvserve.engine.retreat import known_way
 from kvserve.engine.row_drafts import RowDrafts
 from tests.engine.engines import prompt_of, request
 from tests.engine.led_drafts import LedDrafter, drafts_tried
@@ -86,13 +88,21 @@ class Computing:
         return None
 
 
+def _nothing() -> None: ...
+
+
 def generator_of(
-    model: LoadedModel, drafter: Any, costs: PassCosts, module: Callable[..., Any] | None = None
+    model: LoadedModel,
+    drafter: Any,
+    costs: PassCosts,
+    module: Callable[..., Any] | None = None,
+    send: Callable[[], None] = _nothing,
 ) -> DraftedGenerator:
     """With one row that has its prompt but for the last token."""
     caches = model.new_caches()
     model.module(mx.array([PROMPT[:-1]]), cache=caches)
-    found = DraftedGenerator(module or model.module, ["trim"] * len(caches), costs)
+    ways: list[Any] = [known_way(leaf) for leaf in flat_caches(caches)]
+    found = DraftedGenerator(module or model.module, ways, costs, send)
     drafts = RowDrafts(request(PROMPT, 64), drafter)
     pending = mx.array(PROMPT[-1:], dtype=mx.uint32)
     greedy = partial(mx.argmax, axis=-1)
@@ -114,8 +124,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
 
     def note(self: PassCosts, width: int, num_tokens: int, seconds: float) -> None:
-        assert width == 1
-        found.append(seconds)
+        if width == 1:
+            found.append(seconds)
 
     monkeypatch.setattr(PassCosts, "note", note)
     return found
@@ -145,16 +155,52 @@ def test_a_step_behind_which_something_was_computed_is_not_timed(
     assert noted == []
 
 
-def test_a_pass_that_was_long_done_is_not_timed(model: LoadedModel, device: Device, noted: list[float]) -> None:
+@pytest.mark.parametrize("drafter_of", [lambda device: Computing(device, wants_pending=True), lambda _: LedDrafter([])])
+def test_a_pass_that_was_long_done_is_not_timed(
+    model: LoadedModel, device: Device, noted: list[float], drafter_of: Callable[[Device], Any]
+) -> None:
     """Another row was prefilled meanwhile."""
-    step(model, device, Computing(device, wants_pending=True), 5 * PASS_SECONDS)
+    step(model, device, drafter_of(device), 5 * PASS_SECONDS)
     assert noted == []
 
 
+def test_without_drafts_a_step_takes_what_its_pass_takes(
+    model: LoadedModel, device: Device, noted: list[float]
+) -> None:
+    """The device has the next pass when it is through with one, whatever is delivered meanwhile."""
+    step(model, device, LedDrafter([]))
+    assert len(noted) >= NUM_STEPS - 3
+    assert noted == pytest.approx([PASS_SECONDS] * len(noted))
+
+
 def _passed(model: LoadedModel, device: Device, tokens: mx.array, cache: Any) -> Any:
-    device.begin(PASS_SECONDS)
+    device.begin(PASS_SECONDS * tokens.shape[1])
     device.ends.append(device.free_at)
     return model.module(tokens, cache=cache)
+
+
+@dataclass(slots=True, eq=False)
+class Wrong(Computing):
+    """Drafts two tokens that are wrong, then nothing."""
+
+    is_asked_again: bool = False
+
+    def propose(self, max_num_tokens: int) -> Draft | None:
+        Computing.propose(self, max_num_tokens)
+        self.is_asked_again = not self.is_asked_again
+        return Draft((1, 1), (0.9, 0.9), "draft model") if self.is_asked_again else None
+
+
+def test_a_pass_in_which_tokens_go_again_is_no_plain_step(device: Device, noted: list[float]) -> None:
+    """States come back to before a draft, and what was right of it passes once more with the next token."""
+    model = load(tiny_model("qwen3_5"), 131072)
+    generator = generator_of(model, Wrong(device, True), PassCosts(), partial(_passed, model, device))
+    with drafts_tried():
+        for _ in range(3 * NUM_STEPS):
+            generator.next()
+            device.now += DELIVERY_SECONDS
+            device.num_waits = len(device.ends)
+    assert set(noted) <= {PASS_SECONDS}
 
 
 @dataclass(slots=True, eq=False)
@@ -194,6 +240,16 @@ def test_what_computes_begins_behind_the_token_that_was_drawn(model: LoadedModel
     assert said(model, drafter, 20) == answer[:20]
     assert drafter.judged and all(pair == (3, 3) for pair in drafter.judged)
     assert drafter.asked_at == [1, 5, 9, 13, 17], "a pass brings three drafted tokens and one behind them"
+
+
+def test_what_was_read_is_sent_before_anything_is_waited_for(model: LoadedModel) -> None:
+    """The token behind it comes a pass and a draft later."""
+    sent: list[int] = []
+    drafter = Costly([], width=0)
+    generator = generator_of(model, drafter, PassCosts(), send=lambda: sent.append(drafter.num_followed))
+    for _ in range(4):
+        generator.next()
+    assert sent == [0, 1, 2] and drafter.asked_at == [1, 2, 3]
 
 
 def test_what_is_likely_enough_is_tried_before_anything_is_computed(model: LoadedModel) -> None:

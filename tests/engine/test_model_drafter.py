@@ -104,6 +104,9 @@ class Given:
     def pass_over(self) -> None:
         self.heard.append("pass over")
 
+    def leave_to_others(self) -> None:
+        self.heard.append("leave to others")
+
 
 LIKELY = Draft((1, 2), (0.9, 0.1), "conversation")
 UNLIKELY = Draft((1, 2), (0.2, 0.9), "records")
@@ -139,7 +142,20 @@ def test_beside_others_only_what_costs_nothing_is_asked() -> None:
     assert drafts.propose(None, 8, is_shared=True) == LIKELY
     composed.model = untyped  # type: ignore[assignment]
     assert drafts.propose(None, 8, is_shared=True) == LIKELY
-    assert (free.heard, model.heard) == (["propose", "propose"], ["pass over"])
+    assert (free.heard, model.heard) == (["propose", "propose"], ["leave to others"])
+
+
+@pytest.mark.parametrize(("free", "found", "heard"), [(LIKELY, LIKELY, ["pass over"]), (UNLIKELY, None, [])])
+def test_before_the_pending_token_is_read_only_what_is_likely_is_drafted(
+    free: Draft, found: Draft | None, heard: list[str]
+) -> None:
+    """Else it is read, and the draft model is asked behind it."""
+    model: Any = Given(BY_MODEL)
+    model.wants_pending, composed = True, ComposedDrafter(Given(free))
+    composed.model = model
+    drafts = RowDrafts(request(PROMPT, 8), composed)
+    assert drafts.propose(None, 8) == found
+    assert model.heard == heard and drafts.wants_pending
 
 
 def test_each_drafter_hears_of_its_own() -> None:

@@ -47,15 +47,15 @@ def _disk_mode(settings: EngineSettings) -> str:
 
 
 def with_other_parts(ranks: Ranks, model: LoadedModel) -> LoadedModel:
-    """A rank's model with what counts of the other parts: whether any of them keeps states, and the sizes of the
-    largest, as a row that one of them has no room for is nobody's."""
+    """A rank's model with what counts of the other parts: whether one that has other layers keeps states, and the
+    sizes of the largest, as a row that one of them has no room for is nobody's."""
     if ranks.is_alone:
         return model
     own = {"has_states": not model.layout.is_cuttable, "weights": model.weight_bytes, "sizes": asdict(model.sizes)}
     parts = ranks.gathered("parts", own)
     return replace(
         model,
-        has_states_elsewhere=any(part["has_states"] for part in parts),
+        has_states_elsewhere=ranks.span is not None and any(part["has_states"] for part in parts),
         weight_bytes=max(part["weights"] for part in parts),
         sizes=largest([KvSize(**part["sizes"]) for part in parts]),
     )
@@ -76,6 +76,7 @@ def read_part(ranks: Ranks, kv: KvSettings, folder: Path, config: dict[str, Any]
     a pipeline that cannot serve."""
     refuse_unlike(ranks, "model files", on_all(ranks, lambda: glimpsed(folder)))
     part = on_all(ranks, lambda: _part(ranks, folder, config))
+    refuse_unlike(ranks, "way to divide the model", {"has whole layers": ranks.span is not None})
     if ranks.span is not None:
         refuse_quantised(kv)
         refuse_broken(ranks, part.decoder, ranks.span)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -10,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from kvserve.core.rank_place import LayerSpan
+from kvserve.core.rank_place import LayerSpan, RankPlace
 from kvserve.engine.kv_buffers import held_arrays
 from kvserve.engine.kv_size import KvSize, largest
+from kvserve.engine.model import load
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.ranks import pipeline_probe
 from kvserve.engine.ranks.dividing import keep_part
+from kvserve.engine.ranks.loading import with_other_parts
 from kvserve.engine.ranks.pipeline_probe import refuse_broken, refuse_quantised
 from kvserve.engine.ranks.place import Ranks
 from kvserve.engine.text_load import load_text
@@ -111,6 +114,20 @@ class Others(Ranks):
 
 
 SPAN, OTHER = LayerSpan(1, 2, 2), [0, 1]
+
+
+@pytest.mark.parametrize(("span", "is_told"), [(SPAN, True), (None, False)])
+def test_a_part_learns_of_the_others(span: LayerSpan | None, is_told: bool) -> None:
+    """States of layers that it has not, where layers are whole; of the sizes the largest, of each number."""
+    model = load(tiny_model("qwen3"), 131072)
+    sizes = {**asdict(model.sizes), "fixed": model.sizes.fixed + 7, "per_token": 0}
+    other = {"has_states": True, "weights": model.weight_bytes + 5, "sizes": sizes}
+    ranks = Others(parts=lambda _: other)
+    ranks.place, ranks.span = RankPlace(0, 2, "127.0.0.1"), span
+    found = with_other_parts(ranks, model)
+    assert found.has_states_elsewhere is is_told
+    assert found.weight_bytes == model.weight_bytes + 5
+    assert (found.sizes.fixed, found.sizes.per_token) == (model.sizes.fixed + 7, model.sizes.per_token)
 
 
 def probe(module: Any, **planted: Callable[[Any], Any]) -> None:
