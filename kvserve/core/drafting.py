@@ -46,10 +46,6 @@ class CostlyDrafter(Drafter, Protocol):
         """Whether it would compute a draft now. It does that behind the model's pass, so that it costs nothing to read
         first what that has drawn, and the draft begins behind it."""
 
-    @property
-    def has_computed(self) -> bool:
-        """Whether it computed anything for the newest question: what came behind it says nothing of a plain step."""
-
     def peek(self, max_num_tokens: int) -> Draft | None:
         """What costs nothing and is so likely that nothing is to be computed; None where it is to be asked."""
 

@@ -180,7 +180,7 @@ class DraftedGenerator:
         row.began_at = perf_counter() if was_known and width == 1 else None
         token = row.known if row.known is not None else _waited_for(taken)
         row.known = None
-        if row.is_even and not was_known and width == 1 and not row.drafts.has_computed:
+        if row.is_even and not was_known and width == 1:
             self._note_plain(row, row.left_at, started)
         row.is_even, row.left_at = not was_known, perf_counter()
         row.tokens.append(token)
@@ -188,7 +188,7 @@ class DraftedGenerator:
 
     def _note_plain(self, row: DraftedRow, began_at: float, asked_at: float) -> None:
         """Learn from a pass that began then and was read just now, where it was waited for most of its time: behind
-        another row's prefill it would long be done."""
+        another row's prefill, or what a draft took, it would long be done."""
         seconds = perf_counter() - began_at
         if perf_counter() - asked_at > seconds / 2:
             self._costs.note(1, len(row.tokens), seconds)

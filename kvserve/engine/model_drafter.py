@@ -105,11 +105,6 @@ class ModelDrafter:
         is_there = drafts is not None and drafts.num_missing <= CATCH_UP_TOKENS
         return is_there and costs.step_seconds is not None and costs.is_worth_it and not costs.is_resting
 
-    @property
-    def has_computed(self) -> bool:
-        """See `CostlyDrafter`."""
-        return self._asked_at is not None and self._work != "none"
-
     def propose(self, max_num_tokens: int) -> Draft | None:
         """See `Drafter`."""
         self._note_cycle()
@@ -328,11 +323,6 @@ class ComposedDrafter:
     def wants_pending(self) -> bool:
         """See `CostlyDrafter`."""
         return self.model is not None and self.model.wants_pending
-
-    @property
-    def has_computed(self) -> bool:
-        """See `CostlyDrafter`."""
-        return self.model is not None and self.model.has_computed
 
     def peek(self, max_num_tokens: int) -> Draft | None:
         """See `CostlyDrafter`."""

@@ -72,11 +72,6 @@ class RowDrafts:
         """Whether more can be drafted once the pending token is read, which is waited for in any case."""
         return not self.is_given_up and self._costly is not None and self._costly.wants_pending
 
-    @property
-    def has_computed(self) -> bool:
-        """Whether the device worked on the newest draft, or on what it needs."""
-        return not self.is_given_up and self._costly is not None and self._costly.has_computed
-
     def note_step(self, seconds: float) -> None:
         """Hear what a plain step takes."""
         if self._costly is not None:

@@ -65,7 +65,6 @@ class Computing:
 
     device: Device
     wants_pending: bool
-    has_computed: bool = False
     steps: list[float] = field(default_factory=list)
 
     def follow(self, tokens: Sequence[int]) -> None: ...
@@ -84,7 +83,6 @@ class Computing:
     def propose(self, max_num_tokens: int) -> Draft | None:
         self.device.begin(DRAFT_SECONDS)
         self.device.wait()
-        self.has_computed = True
         return None
 
 
@@ -208,7 +206,6 @@ class Costly(LedDrafter):
     """Drafts what the model will say. `asked_at`: how many tokens it knew when it had to compute."""
 
     wants_pending: bool = True
-    has_computed: bool = False
     free: Draft | None = None
     asked_at: list[int] = field(default_factory=list)
 

@@ -266,7 +266,7 @@ def test_a_grammar_that_breaks_ends_its_own_row_alone(monkeypatch: pytest.Monkey
 class CostlyDrafter(LedDrafter):
     """Computes for its drafts, but for those that are free."""
 
-    wants_pending, has_computed = True, False
+    wants_pending = True
 
     def peek(self, max_num_tokens: int) -> Draft | None:
         raise AssertionError("it is not asked alone")
