@@ -311,7 +311,7 @@ class ComposedDrafter:
         draft, model = self._free.propose(max_num_tokens), self.model
         if model is None:
             return draft
-        if draft is not None and draft.tokens and draft.chances[0] >= LIKELY:
+        if _is_likely(draft):
             model.pass_over()
             return draft
         best = max(model.propose(max_num_tokens), draft, key=_expected_tokens)
@@ -327,7 +327,7 @@ class ComposedDrafter:
     def peek(self, max_num_tokens: int) -> Draft | None:
         """See `CostlyDrafter`."""
         draft = self._free.propose(max_num_tokens)
-        if draft is None or not draft.tokens or draft.chances[0] < LIKELY:
+        if not _is_likely(draft):
             return None
         if self.model is not None:
             self.model.pass_over()
@@ -349,6 +349,11 @@ class ComposedDrafter:
         judged = self.model if draft.source == "draft model" else self._free
         if judged is not None:
             judged.judge(draft, num_tried, num_accepted)
+
+
+def _is_likely(draft: Draft | None) -> bool:
+    """Whether a draft that costs nothing is taken as it is."""
+    return draft is not None and bool(draft.tokens) and draft.chances[0] >= LIKELY
 
 
 def _expected_tokens(draft: Draft | None) -> float:

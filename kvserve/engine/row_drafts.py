@@ -28,6 +28,7 @@ class RowDrafts:
     failure: str = ""
     """What its drafter raised."""
     _costly: CostlyDrafter | None = field(init=False)
+    """The drafter, where it may compute."""
 
     def __post_init__(self) -> None:
         self._costly = self.drafter if isinstance(self.drafter, CostlyDrafter) else None
