@@ -15,7 +15,7 @@ from kvserve.core.drafting import Draft
 from kvserve.drafting.acceptance import ANSWER_RATE, Acceptance, Kind, base_logit, chance, led_chance, led_logit
 from kvserve.drafting.alignment import Alignment, Text
 from kvserve.drafting.kept_text import NO_WORDS, KeptText
-from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
+from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, Ngram, TextIndex
 
 MAX_PLACES = 8
 """So many places of one text are looked at, the newest."""
@@ -32,6 +32,14 @@ class _Match(NamedTuple):
     text: Text
     tokens: array[int]
     next: int
+
+
+class _LookedInto(NamedTuple):
+    """A text, and within what part of it an n-gram may end for what follows it: [start, stop), None for all."""
+
+    text: Text
+    start: int = 0
+    stop: int | None = None
 
 
 class _Elected(NamedTuple):
@@ -73,8 +81,17 @@ class TextDrafter:
         self._answer = TextIndex(before)
         # behind the prompt's end, where it begins; and wherever a few of its tokens come again
         self._prediction = TextIndex([*before, *prediction] if prediction else ())
-        self._of_client, self._of_offcut = Text("prediction", self._prediction), Text("records", offcut)
-        self._of_answer, self._of_prompt = Text("conversation", self._answer), Text("conversation", conversation)
+        own_end = self._num_before - self._num_both, None
+        prompt_end = 0, len(conversation) - self._num_both
+        looked_into = (
+            _LookedInto(Text("prediction", self._prediction)),
+            _LookedInto(Text("conversation", self._answer), *own_end),
+            _LookedInto(Text("conversation", conversation), *prompt_end),
+            _LookedInto(Text("records", offcut)),
+        )
+        self._looked_into = [
+            each for each in looked_into if each.text.indexed is self._answer or each.text.indexed.tokens
+        ]
         self._records = tuple(records)
         self._fared = Acceptance() if acceptance is None else acceptance
         self._fared_here = Acceptance(ANSWER_RATE)
@@ -143,12 +160,15 @@ class TextDrafter:
         if len(tail) < NGRAM_TOKENS:
             return []
         found: list[_Match] = []
-        _look_up(tail, self._of_client, found)
-        _look_up(tail, self._of_answer, found, start=self._num_before - self._num_both)
-        _look_up(tail, self._of_prompt, found, stop=len(self.conversation) - self._num_both)
-        _look_up(tail, self._of_offcut, found)
+        ngram = Ngram.at_end(tail)
+        for text, start, stop in self._looked_into:
+            last = len(text.indexed) - 1  # something has to follow
+            if ends := text.indexed.ends_of(ngram, start, last if stop is None else min(stop, last), MAX_PLACES):
+                found += _matches(tail, text, ends)
         for record, start in self._records:
-            _look_up(tail, Text("records", record.index, record), found, start)
+            index = record.index  # as it is now
+            if ends := index.ends_of(ngram, start, len(index) - 1, MAX_PLACES):
+                found += _matches(tail, Text("records", index, record), ends)
         found.sort(key=_by_length, reverse=True)
         return found[:MAX_VOTERS]
 
@@ -193,26 +213,10 @@ def _by_length(place: _Match) -> int:
     return place.num_matched
 
 
-def _look_up(
-    tail: array[int],
-    text: Text,
-    found: list[_Match],
-    start: int = 0,
-    stop: int | None = None,
-) -> None:
-    """Add the newest places of a text, in [start, stop), where the tail's end stands and something follows."""
-    index, tokens = text.indexed, text.indexed.tokens
-    last = len(tokens) - 1
-    stop = last if stop is None else min(stop, last)
-    num_looked_at = 0
-    for end in index.ends_of(tail[-3], tail[-2], tail[-1]):
-        if end < start:
-            break
-        if end < stop:
-            found.append(_Match(_num_matched(tail, tokens, end), text, tokens, end + 1))
-            num_looked_at += 1
-            if num_looked_at == MAX_PLACES:
-                break
+def _matches(tail: array[int], text: Text, ends: Sequence[int]) -> list[_Match]:
+    """The places of a text where the tail's end stands."""
+    tokens = text.indexed.tokens
+    return [_Match(_num_matched(tail, tokens, end), text, tokens, end + 1) for end in ends]
 
 
 def _num_matched(tail: array[int], tokens: array[int], end: int) -> int:

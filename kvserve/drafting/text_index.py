@@ -4,7 +4,8 @@ as in LZ77 (zlib's deflate.c). It knows tokens of one text and nothing of whose 
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -24,6 +25,26 @@ SLICE_TOKENS = 65_536
 _MIN_SLOT_BITS = 6
 _FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 _MASK = 0xFFFFFFFF
+
+
+class Ngram(NamedTuple):
+    """Three tokens that stand behind one another, with what is the same of them for all indexes."""
+
+    first: int
+    second: int
+    third: int
+    hashed: int
+
+    @classmethod
+    def at_end(cls, tokens: Sequence[int]) -> Self:
+        """The last ones of a text, which has as many at least."""
+        first, second, third = tokens[-NGRAM_TOKENS:]
+        return cls(first, second, third, _hashed(first, second, third))
+
+
+def _hashed(first: int, second: int, third: int) -> int:
+    """32 bits; a slot is the highest of them."""
+    return (first * _FACTORS[0] + second * _FACTORS[1] + third * _FACTORS[2]) & _MASK
 
 
 class TextIndex:
@@ -83,20 +104,26 @@ class TextIndex:
         self._older.append(self._heads[slot])
         self._heads[slot] = len(tokens) - 1
 
-    def ends_of(self, first: int, second: int, third: int) -> Iterator[int]:
-        """Where this n-gram ends in the text, newest first, among the `MAX_CHAIN` newest of its slot."""
+    def ends_of(self, ngram: Ngram, start: int = 0, stop: int | None = None, most: int = MAX_CHAIN) -> list[int]:
+        """Where this n-gram ends in [start, stop), at most so often, newest first: among the `MAX_CHAIN` newest of its
+        slot."""
+        end = self._heads[ngram.hashed >> self._shift]
+        found: list[int] = []
+        if end < start:  # as most often: every draft looks into several texts
+            return found
         tokens, older = self.tokens, self._older
-        end = self._heads[self._slot(first, second, third)]
+        first, second, third, _ = ngram
         for _ in range(MAX_CHAIN):
-            if end < 0:
-                return
-            if tokens[end] == third and tokens[end - 1] == second and tokens[end - 2] == first:
-                yield end
+            is_there = tokens[end] == third and tokens[end - 1] == second and tokens[end - 2] == first
+            if is_there and (stop is None or end < stop):
+                found.append(end)
             end = older[end]
+            if end < start or len(found) == most:
+                break
+        return found
 
     def _slot(self, first: int, second: int, third: int) -> int:
-        mixed = (first * _FACTORS[0] + second * _FACTORS[1] + third * _FACTORS[2]) & _MASK
-        return mixed >> self._shift
+        return _hashed(first, second, third) >> self._shift
 
     def _add(self, new: array[int]) -> None:
         if len(self.tokens) + len(new) > len(self._heads):

@@ -7,7 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 from weakref import WeakSet
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvserve.core.keeping import Scope
 from kvserve.drafting.acceptance import Acceptance
 from kvserve.drafting.kept_text import NO_WORDS, KeptText, TextOwner
 from kvserve.drafting.text_drafter import TextDrafter
-from kvserve.drafting.text_index import MAX_MATCH_TOKENS, NGRAM_TOKENS, TextIndex
+from kvserve.drafting.text_index import MAX_MATCH_TOKENS, Ngram, TextIndex
 
 MAX_RECORDS = 8
 """So many other texts of a reader are looked into, those used last: each costs every draft a look."""
@@ -192,7 +192,7 @@ class _Found:
         if len(ending) < ENDING_TOKENS:
             return False
         first = max(self.num_common, len(ending) - 1)
-        ends = takewhile(lambda end: end >= first, index.ends_of(*ending[-NGRAM_TOKENS:]))
+        ends = index.ends_of(Ngram.at_end(ending), first)
         return any(index.tokens[end + 1 - len(ending) : end + 1] == ending for end in ends)
 
 

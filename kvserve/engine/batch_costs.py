@@ -53,6 +53,12 @@ class BatchCosts:
         as many, or a row would be expected to lose too much. The longest row has `num_tokens`."""
         return self._best(hopes, num_tokens)[0]
 
+    def may_leave_one_out(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether any wider pass of so many rows is fair to a row that nothing is drafted for."""
+        costs = self.of(num_rows)
+        plain, fastest = costs.seconds(1, num_tokens), costs.fastest_wider(num_tokens)
+        return plain is not None and fastest is not None and fastest <= MAX_SLOWDOWN * plain
+
     def is_worth_reading(self, hopes: Sequence[Hope], num_tokens: int) -> bool:
         """Whether to wait for the pending tokens: where one is not what its row's draft goes on from, no pass may be
         fair to that row any more, and the next one was not described meanwhile. So it is worth at least what it is

@@ -87,8 +87,11 @@ class DecodePool:
 
     def held_bytes(self) -> float:
         """Bytes of KV that the batches hold, padding and room for the answer included."""
-        live, besides = self._model.sizes.live, self.bytes_besides
-        return sum(live(group.num_slots) + besides(row) for group in self._groups for row in group.rows.values())
+        return sum(map(self._held_bytes, self._groups))
+
+    def _held_bytes(self, group: Group) -> float:
+        live_bytes = self._model.sizes.live(group.num_slots)  # asked once: it looks at all of the rows
+        return sum(live_bytes + self.bytes_besides(row) for row in group.rows.values())
 
     def bytes_besides(self, row: Row) -> int:
         """Bytes that a row has besides its KV while it decodes: its states from before a step, and what a draft takes.

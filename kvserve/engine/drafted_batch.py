@@ -194,8 +194,12 @@ class DraftedBatch(GenerationBatch):
     def _worth_trying(self, num_room_tokens: int) -> tuple[list[Guess | None], int]:
         """What may follow each row's pending token, and how many tokens of it are worth a pass; 0 where a plain step is
         as good. Reads the pending tokens where it has to."""
-        places = range(len(self.uids))
-        guesses = [self._guess(place, num_room_tokens) for place in places]
+        places, needs_all = range(len(self.uids)), not self.costs.may_leave_one_out(len(self.uids), self._longest)
+        guesses: list[Guess | None] = []
+        for place in places:
+            guesses.append(self._guess(place, num_room_tokens))
+            if needs_all and guesses[-1] is None:
+                return [], 0  # whatever may follow the others: they are not asked
         if not any(guesses):
             return guesses, 0
         is_read = [uid in self._known for uid in self.uids]

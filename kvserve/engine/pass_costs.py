@@ -113,6 +113,11 @@ class PassCosts:
         table = self._table(num_tokens)
         return table[min(width, len(table)) - 1] if table is not None else None
 
+    def fastest_wider(self, num_tokens: int) -> float | None:
+        """What the fastest pass of several tokens takes; None where nothing was measured, or none may have several."""
+        table = self._table(num_tokens)
+        return min(table[1 : self.max_width], default=None) if table is not None else None
+
     def seconds_more(self, width: int, num_tokens: int) -> float:
         """How much longer such a pass takes than a plain step; 0 before anything was measured."""
         return (self.seconds(width, num_tokens) or 0.0) - (self.seconds(1, num_tokens) or 0.0)

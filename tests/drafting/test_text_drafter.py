@@ -270,6 +270,6 @@ def test_a_text_that_is_gone_is_drafted_from_no_more() -> None:
 def test_a_search_that_believes_hashes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is drafted then did not stand behind the answer's end."""
     _follows_the_longest_matches([1, 2, 3, 0, 2, 1], [], [], [1, 2, 3], 4)
-    monkeypatch.setattr(TextIndex, "ends_of", lambda *_: iter([4]))
+    monkeypatch.setattr(TextIndex, "ends_of", lambda *_: [4])
     with pytest.raises(AssertionError):
         _follows_the_longest_matches([1, 2, 3, 0, 2, 1], [], [], [1, 2, 3], 4)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.drafting import text_index
-from kvserve.drafting.text_index import NGRAM_TOKENS, TextIndex
+from kvserve.drafting.text_index import NGRAM_TOKENS, Ngram, TextIndex
 from tests.laws import num_examples
 
 TOKENS = st.lists(st.integers(0, 3) | st.integers(0, 2**18), max_size=150)
@@ -23,7 +23,7 @@ def _ends(tokens: Sequence[int], ngram: Sequence[int]) -> list[int]:
 
 def _finds_all(index: TextIndex, tokens: Sequence[int]) -> bool:
     ngrams = [tokens[end - 2 : end + 1] for end in range(2, len(tokens))]
-    found = ([*index.ends_of(*ngram)] == _ends(tokens, ngram) for ngram in [*ngrams, [9, 9, 9]])
+    found = (index.ends_of(Ngram.at_end(ngram)) == _ends(tokens, ngram) for ngram in [*ngrams, [9, 9, 9]])
     return list(index.tokens) == list(tokens) and all(found)
 
 
@@ -60,17 +60,31 @@ def test_a_text_that_is_cut_is_the_shorter_text(tokens: list[int], behind: list[
     assert _finds_all(whole, tokens)
 
 
+@settings(max_examples=num_examples(60), deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=NGRAM_TOKENS, max_size=80),
+    start=st.integers(0, 80),
+    stop=st.none() | st.integers(0, 80),
+    most=st.integers(1, 9),
+)
+def test_the_newest_places_within_a_part_are_found(tokens: list[int], start: int, stop: int | None, most: int) -> None:
+    """As many as are asked for, of those that end there."""
+    ngram = tokens[-NGRAM_TOKENS:]
+    within = [end for end in _ends(tokens, ngram) if start <= end and (stop is None or end < stop)]
+    assert TextIndex(tokens).ends_of(Ngram.at_end(ngram), start, stop, most) == within[:most]
+
+
 def test_a_hash_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all n-grams have one hash, each is found at its own places; planted, a search that believes the hash."""
     monkeypatch.setattr(text_index, "_FACTORS", (0, 0, 0))
     tokens = [1, 2, 3, 4, 1, 2, 3, 5, 2, 3, 4]
     assert _finds_all(TextIndex(tokens), tokens)
 
-    def believing(self: TextIndex, *_: int) -> Iterator[int]:
-        end = self._heads[0]
-        while end >= 0:
-            yield end
-            end = self._older[end]
+    def believing(self: TextIndex, *_: object) -> list[int]:
+        ends = [self._heads[0]]
+        while ends[-1] >= 0:
+            ends.append(self._older[ends[-1]])
+        return ends[:-1]
 
     monkeypatch.setattr(TextIndex, "ends_of", believing)
     assert not _finds_all(TextIndex(tokens), tokens)
@@ -79,7 +93,7 @@ def test_a_hash_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slot_that_a_text_was_made_to_fill_is_not_walked_to_its_end() -> None:
     """The newest places are found, and no more than so many are looked at."""
     index = TextIndex([7] * (3 * text_index.MAX_CHAIN))
-    ends = list(index.ends_of(7, 7, 7))
+    ends = index.ends_of(Ngram.at_end([7, 7, 7]))
     assert ends == list(range(len(index) - 1, len(index) - 1 - text_index.MAX_CHAIN, -1))
 
 

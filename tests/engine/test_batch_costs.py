@@ -67,6 +67,23 @@ def test_a_row_that_copies_slows_nobody_down_who_does_not() -> None:
     assert BatchCosts(PassCosts()).num_worth([copies, copies], 50) == 0
 
 
+@given(hopes=HOPES, seconds_a_token=st.floats(0, 0.1))
+@settings(max_examples=num_examples(100), deadline=None)
+def test_where_no_row_may_be_left_out_no_pass_is_worth_it_that_leaves_one_out(
+    hopes: list[Hope], seconds_a_token: float
+) -> None:
+    """Nor is it worth reading what is pending, so that nobody else is asked for a draft; where one may be left out, a
+    copy beside it is worth a pass."""
+    costs, left_out = costs_of(seconds_a_token), [*hopes[1:], Hope()]
+    if costs.may_leave_one_out(len(left_out), 50):
+        sure = [Hope([1.0] * 9)] * (len(hopes) - 1)
+        assert costs.num_worth([*sure, Hope()], 50)
+    elif any(hope.chances for hope in left_out):
+        assert not costs.num_worth(left_out, 50)
+        assert not costs.is_worth_reading(left_out, 50)
+    assert not BatchCosts(PassCosts()).may_leave_one_out(2, 50)
+
+
 def test_pending_tokens_are_read_where_drafts_are_likely_to_go_on_from_them() -> None:
     """Where they do not, the next pass was not described meanwhile."""
     costs = costs_of(0.0)

@@ -7,6 +7,7 @@ import pytest
 
 from kvserve.core import GenerationRequest
 from kvserve.engine.decode import DecodePool, extra_padding_tokens
+from kvserve.engine.decode_group import Group
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.token_dispatcher import Delivery, Dispatch, call_now
@@ -49,6 +50,22 @@ def test_padding_is_the_joining_rows_or_the_others() -> None:
     assert extra_padding_tokens([10, 4], 7) == 3
     assert extra_padding_tokens([10, 4], 10) == 0
     assert extra_padding_tokens([10, 4], 13) == 6
+
+
+def test_what_a_batch_holds_is_asked_once_however_many_rows_it_has(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer looks at all of its rows, and is asked for at each step."""
+    pool, asked = DecodePool(model, 8), list[int]()
+    num_slots = Group.num_slots.fget
+    monkeypatch.setattr(Group, "num_slots", property(lambda group: asked.append(1) or num_slots(group)))
+    held = []
+    for number in range(3):
+        enter(pool, model, request(prompt_of(20, number), 100))
+        asked.clear()
+        held.append(pool.held_bytes())
+        assert len(asked) == 1
+    assert held[2] == pytest.approx(3 * model.sizes.live(20))
 
 
 def test_a_long_row_gets_a_generator_of_its_own(model: LoadedModel) -> None:

@@ -14,17 +14,18 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from kvserve.core import Draft, GenerationRequest
 from kvserve.engine import drafted, drafted_batch
-from kvserve.engine.batch_costs import BatchCosts
+from kvserve.engine.batch_costs import MAX_BATCH_TOKENS, BatchCosts
 from kvserve.engine.draft_support import DraftSettings, find_draft_support
 from kvserve.engine.drafted_batch import DraftedBatch
 from kvserve.engine.kv_buffers import BatchKv, RightAligned
 from kvserve.engine.leaf_forms import LeafForm
 from kvserve.engine.model import LoadedModel, load
-from kvserve.engine.pass_costs import PassCosts
+from kvserve.engine.pass_costs import MEASURED_WIDTHS, PassCosts
 from kvserve.engine.rows import Row
 from kvserve.engine.verified import draw
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.engine import led_drafts
+from tests.engine.drafts import Silent
 from tests.engine.engines import CUTTABLE, FAMILIES, prompt_of, request
 from tests.engine.led_drafts import (
     NUM_TOKENS,
@@ -234,6 +235,22 @@ def test_a_drafter_is_asked_for_no_more_than_a_pass_of_rows_takes(max_width: int
     for drafter in drafters:
         assert bool(drafter.asked) is (max_width > 1)
         assert all(1 <= num_tokens <= max_width for num_tokens in drafter.asked)
+
+
+@pytest.mark.parametrize("steps_a_pass", [1.0, 2.0])
+def test_beside_a_row_without_a_draft_others_are_asked_where_a_pass_is_fair_to_it(steps_a_pass: float) -> None:
+    """Nothing may come of their drafts where it is not, and to look for them would cost every step."""
+    model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
+    single, drafter = PassCosts(), RecordingDrafter(prompt_of(NUM_TOKENS, 1))
+    single.guess({width: 1.0 if width < 3 else steps_a_pass for width in (*MEASURED_WIDTHS, MAX_BATCH_TOKENS)})
+    pool, drafter.asked = new_pool(model), []
+    pool._draft_support = replace(pool.draft_support, together=BatchCosts(single))
+    for drafts in (Silent(), drafter):
+        entered(pool, model, row_of(replace(each, drafter=drafts)))
+    for _ in range(10):
+        pool.step()
+    pool.discard()
+    assert bool(drafter.asked) is (steps_a_pass == 1.0)
 
 
 def test_a_grammar_that_breaks_ends_its_own_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
