@@ -310,7 +310,9 @@ def test_where_nothing_is_drafted_speed_is_compared_and_drafts_are_told() -> Non
     assert figure.value == pytest.approx(0.98) and not figure.is_missed
     assert figure.absolute.endswith("9 tokens drafted beside 576")
     assert nothing_drafted.speed(1, [(10.0, 9.6)], [usage]).is_missed
-    assert nothing_drafted.own_time(1, [(1.0, 0.9)], [usage]).value == pytest.approx(1000 * 0.1 / 512)
+    own = nothing_drafted.own_time(1, [(1.0, 0.9)], [usage])
+    assert own.value == pytest.approx(1000 * 0.1 / 512) and own.is_missed
+    assert not nothing_drafted.own_time(8, [(1.0, 0.9)], [usage]).is_missed
     gap, prefill = nothing_drafted.stall([(Silence(0.12, 2.0, 9), Silence(0.1, 2.0, 9))])
     assert gap.value == pytest.approx(1.2) and gap.is_missed
     assert prefill.value == 1 and not prefill.is_missed

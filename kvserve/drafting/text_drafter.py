@@ -7,6 +7,7 @@ was said in place of its tokens (`alignment.py`). A draft depends on the tokens 
 and not on how the tokens came.
 """
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,6 +22,9 @@ MAX_PLACES = 8
 """So many places of one text are looked at, the newest."""
 
 MAX_VOTERS = 24
+MAX_COMPARED = 64
+"""So many tokens behind a question are compared with what was drafted; no draft is longer."""
+
 MIN_REACH = 0.05
 """A draft ends where it is less likely than this to be right so far: a wider pass would not pay."""
 
@@ -34,7 +38,7 @@ class _Match(NamedTuple):
     next: int
 
 
-class _LookedInto(NamedTuple):
+class _Searched(NamedTuple):
     """A text, and within what part of it an n-gram may end for what follows it: [start, stop), None for all."""
 
     text: Text
@@ -83,18 +87,17 @@ class TextDrafter:
         self._prediction = TextIndex([*before, *prediction] if prediction else ())
         own_end = self._num_before - self._num_both, None
         prompt_end = 0, len(conversation) - self._num_both
-        looked_into = (
-            _LookedInto(Text("prediction", self._prediction)),
-            _LookedInto(Text("conversation", self._answer), *own_end),
-            _LookedInto(Text("conversation", conversation), *prompt_end),
-            _LookedInto(Text("records", offcut)),
+        searched = (
+            _Searched(Text("prediction", self._prediction)),
+            _Searched(Text("conversation", self._answer), *own_end),
+            _Searched(Text("conversation", conversation), *prompt_end),
+            _Searched(Text("records", offcut)),
         )
-        self._looked_into = [
-            each for each in looked_into if each.text.indexed is self._answer or each.text.indexed.tokens
-        ]
+        self._searched = [each for each in searched if each.text.indexed is self._answer or each.text.indexed.tokens]
         self._records = tuple(records)
         self._fared = Acceptance() if acceptance is None else acceptance
         self._fared_here = Acceptance(ANSWER_RATE)
+        self._unread = array("i")  # what was said since the last question
         self._open: Draft | None = None
         self._open_kind: Kind = "conversation"
         self._num_followed = 0  # of the open draft
@@ -103,24 +106,33 @@ class TextDrafter:
     @property
     def num_bytes(self) -> int:
         """What it holds beside texts that are kept."""
-        own = self._answer.num_bytes + self._prediction.num_bytes
+        own = self._answer.num_bytes + self._prediction.num_bytes + sys.getsizeof(self._unread)
         is_kept = self.text is not None and self.text.index is self.conversation
         return own if is_kept else own + self.conversation.num_bytes
 
     @property
     def answer(self) -> array[int]:
         """The tokens so far."""
-        return self._answer.tokens[self._num_before :]
+        return self._answer.tokens[self._num_before :] + self._unread
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take these in as the answer's next tokens; what was drafted for them was right or not, tried or not."""
-        for token in tokens:
+        """Take these in as the answer's next tokens. They are read at the next question, which may not come."""
+        self._unread.extend(tokens)
+
+    def _read(self) -> None:
+        """Find out what was drafted rightly, tried or not, and where the answer has gone along; of many tokens since
+        the last question the newest say nothing of it."""
+        for token in self._unread[:MAX_COMPARED]:
             self._compare(token)
             if self._along is not None:
                 self._along.follow(token)
                 if self._along.is_over:
                     self._along = None
             self._answer.append(token)
+        if rest := self._unread[MAX_COMPARED:]:
+            self._along = None
+            self._answer.extend(rest)
+        self._unread = array("i")
 
     def _compare(self, token: int) -> None:
         draft, place = self._open, self._num_followed
@@ -134,12 +146,13 @@ class TextDrafter:
             self._open = None
 
     def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
-        """Nothing is learned here: `follow` compares every draft with what came, those that nobody tried too, so that a
-        source which fared badly can come back."""
+        """Nothing is learned here: `propose` compares its last draft with what came, tried or not, so that a source
+        which fared badly can come back."""
 
     def propose(self, max_num_tokens: int) -> Draft | None:
         """What followed the longest matches, or how the text goes on that the answer went along with, as far as it is
         likely at all."""
+        self._read()
         if voters := self._places():
             self._go_along(voters[0])
             draft = self._voted(voters, max_num_tokens)
@@ -161,7 +174,7 @@ class TextDrafter:
             return []
         found: list[_Match] = []
         ngram = Ngram.at_end(tail)
-        for text, start, stop in self._looked_into:
+        for text, start, stop in self._searched:
             last = len(text.indexed) - 1  # something has to follow
             if ends := text.indexed.ends_of(ngram, start, last if stop is None else min(stop, last), MAX_PLACES):
                 found += _matches(tail, text, ends)

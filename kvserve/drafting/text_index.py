@@ -54,7 +54,8 @@ class TextIndex:
     newest n-gram of a slot ends, `_older[i]` where the one of its slot before that which ends at i does, -1 for none. A
     hash proves nothing: the n-gram is compared.
 
-    Who shares an index changes it no more: `extended` and `cut` give another one. `append` is for the only holder.
+    Who shares an index changes it no more: `extended` and `cut` give another one. `append` and
+    `extend` are for the only holder.
     """
 
     __slots__ = ("_heads", "_older", "_shift", "tokens")
@@ -104,9 +105,13 @@ class TextIndex:
         self._older.append(self._heads[slot])
         self._heads[slot] = len(tokens) - 1
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add several; many cost less than one by one."""
+        self._add(array("i", tokens))
+
     def ends_of(self, ngram: Ngram, start: int = 0, stop: int | None = None, most: int = MAX_CHAIN) -> list[int]:
-        """Where this n-gram ends in [start, stop), at most so often, newest first: among the `MAX_CHAIN` newest of its
-        slot."""
+        """Where this n-gram ends in [start, stop), at most `most` places, newest first: among the `MAX_CHAIN` newest of
+        its slot."""
         end = self._heads[ngram.hashed >> self._shift]
         found: list[int] = []
         if end < start:  # as most often: every draft looks into several texts

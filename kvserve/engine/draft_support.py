@@ -35,6 +35,7 @@ from kvserve.engine.width_noise import (
     find_width_noise,
     is_noisy,
     told,
+    widths_between,
 )
 
 PROMPT_TOKENS = 11
@@ -88,10 +89,11 @@ def _found(
     if noises is None or (settings.is_exact and not _is_still_so(model, noises)):
         max_seconds = math.inf if settings.is_exact else noise_seconds
         noises = find_width_noise(model.module, model.new_caches, NUM_TOKENS, max_seconds)
+    seen = DraftsSeen(ways, noises, ratios)
     if settings.is_exact:
+        noises += _noises_between(model, noises, costs.max_width)
         costs.max_width = min(costs.max_width, agreeing_width(noises))
     notes = [told(noises, is_exact=settings.is_exact)] if is_noisy(noises) else []
-    seen = DraftsSeen(ways, noises, ratios)
     if costs.max_width == 1:
         return DraftSupport(None, NO_WIDTH, 0, costs, (*notes, f"Nothing is drafted: {NO_WIDTH}."), seen)
     if why_not and model.cache_support.can_batch:
@@ -119,6 +121,15 @@ def _is_still_so(model: LoadedModel, noises: Sequence[WidthNoise]) -> bool:
         return False
     now = find_width_noise(model.module, model.new_caches, MAX_PASS_TOKENS)
     return agreeing_width(now) >= agreeing_width(noises)
+
+
+def _noises_between(model: LoadedModel, noises: Sequence[WidthNoise], max_width: int) -> tuple[WidthNoise, ...]:
+    """Of the widths up to the agreeing one that were not looked at, over as many tokens: each may have a kernel of its
+    own. They are looked at anew at each start."""
+    if not (widths := widths_between(noises, max_width)):
+        return ()
+    num_tokens = max(noise.num_tokens for noise in noises)
+    return find_width_noise(model.module, model.new_caches, num_tokens, widths=widths, min_tokens=num_tokens)
 
 
 def _row_bytes(model: LoadedModel, ways: Sequence[Way]) -> int:

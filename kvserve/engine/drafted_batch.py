@@ -66,6 +66,9 @@ class DraftedBatch(GenerationBatch):
     """The rows of the last step where it was a plain one: the next one waits for its pass, which had all of them, and
     its time is that of one of as many rows only where none has left since."""
 
+    _without: int | None = None
+    """The row, by uid, that had no draft last where all rows needed one: it is asked before the others."""
+
     @classmethod
     def take_over(cls, generator: Any, rows: Mapping[int, Row], costs: BatchCosts, stop_at: int | None) -> None:
         """Let a `BatchGenerator` go on with such a batch. Nothing moves."""
@@ -194,11 +197,13 @@ class DraftedBatch(GenerationBatch):
     def _worth_trying(self, num_room_tokens: int) -> tuple[list[Guess | None], int]:
         """What may follow each row's pending token, and how many tokens of it are worth a pass; 0 where a plain step is
         as good. Reads the pending tokens where it has to."""
-        places, needs_all = range(len(self.uids)), not self.costs.may_leave_one_out(len(self.uids), self._longest)
-        guesses: list[Guess | None] = []
+        needs_all = not self.costs.may_leave_one_out(len(self.uids), self._longest)
+        guesses: list[Guess | None] = [None] * len(self.uids)
+        places = sorted(range(len(self.uids)), key=lambda place: self.uids[place] != self._without)
         for place in places:
-            guesses.append(self._guess(place, num_room_tokens))
-            if needs_all and guesses[-1] is None:
+            guesses[place] = self._guess(place, num_room_tokens)
+            if needs_all and guesses[place] is None:
+                self._without = self.uids[place]
                 return [], 0  # whatever may follow the others: they are not asked
         if not any(guesses):
             return guesses, 0
@@ -209,7 +214,7 @@ class DraftedBatch(GenerationBatch):
             self._known = dict(zip(self.uids, self._next_tokens.tolist(), strict=True))
             guesses = [
                 guesses[place] if is_read[place] else self._confirmed(place, guesses[place], num_room_tokens)
-                for place in places
+                for place in range(len(guesses))
             ]
         num_worth = self.costs.num_worth(_hopes(guesses, [True] * len(guesses)), self._longest)
         if not num_worth:

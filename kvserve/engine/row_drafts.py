@@ -42,6 +42,12 @@ class RowDrafts:
             self._asked(lambda: self.drafter.follow(new))
             self.num_followed = num_tokens - len(self.request.prompt)
 
+    def end(self, answer: Sequence[int]) -> None:
+        """Tell the drafter what it has not heard of an answer that is over: nobody may have asked for drafts lately."""
+        if not self.failure and len(answer) > self.num_followed:
+            self._asked(lambda: self.drafter.follow(answer[self.num_followed :]))
+            self.num_followed = len(answer)
+
     def propose(self, pending: int | None, max_num_tokens: int, *, is_shared: bool = False) -> Draft | None:
         """What may follow the tokens that the drafter was told, the last of which is the `pending` one where that is
         known; where it is not and is wanted (`wants_pending`), only what is likely enough without it. It ends with the

@@ -268,12 +268,11 @@ class Row:
 
     def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
         """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""
-        self.is_over = True
+        self._end()
         now = time.monotonic()
         started = self.prefill_started_at or now
         first = self.first_token_at or now
         num_generated_tokens = len(self.generated) + num_hidden_tokens
-        self.on_end()
         self.handle.put(
             GenerationDone(
                 reason=reason,
@@ -289,9 +288,14 @@ class Row:
         """Tell the client that the row failed; what is not ours already becomes an EngineFailure."""
         if not isinstance(error, KvserveError):
             error = EngineFailure(f"The model failed on this request: {type(error).__name__}: {error}")
-        self.is_over = True
-        self.on_end()
+        self._end()
         self.handle.put(GenerationFailed(error))
+
+    def _end(self) -> None:
+        self.is_over = True
+        if self.drafts is not None:
+            self.drafts.end(self.generated)
+        self.on_end()
 
 
 ANSWER_ALLOWANCE_TOKENS = 2048

@@ -35,14 +35,16 @@ def find_width_noise(
     num_tokens: int = NUM_TOKENS,
     max_seconds: float = math.inf,
     clock: Callable[[], float] = perf_counter,
+    widths: Sequence[int] = WIDTHS,
+    min_tokens: int = MAX_PASS_TOKENS,
 ) -> tuple[WidthNoise, ...]:
-    """Put a greedy answer of so many tokens through the model one by one, and in passes of each width. Where the first
-    of them are the same to the bit in every width the others are not computed, nor are they where they would take
-    longer than `max_seconds` with those before."""
+    """Put a greedy answer of so many tokens through the model one by one, and in passes of these widths. Where the
+    first `min_tokens` are the same to the bit in every width the others are not computed, nor are they where they would
+    take longer than `max_seconds` with those before."""
     began_at = clock()
     token, step_caches, stepped = mx.array([[1]]), new_caches(), list[mx.array]()
-    caches = {width: new_caches() for width in WIDTHS}
-    found = {width: WidthNoise(width, 0.0, 0, 0) for width in WIDTHS}
+    caches = {width: new_caches() for width in widths}
+    found = {width: WidthNoise(width, 0.0, 0, 0) for width in widths}
     for num_done in range(MAX_PASS_TOKENS, num_tokens + 1, MAX_PASS_TOKENS):
         tokens, stepped = [], []
         for _ in range(MAX_PASS_TOKENS):
@@ -52,11 +54,12 @@ def find_width_noise(
             stepped.append(logits)
             token = mx.argmax(logits)[None, None]
         expected = mx.stack(stepped).astype(mx.float32)
-        for width in WIDTHS:
+        for width in widths:
             passed = _passed(module, caches[width], tokens, width).astype(mx.float32)
             found[width] = _with(found[width], passed, expected)
         seconds_each = (clock() - began_at) / num_done
-        if not is_noisy(found.values()) or seconds_each * (num_done + MAX_PASS_TOKENS) > max_seconds:
+        is_enough = num_done >= min_tokens and not is_noisy(found.values())
+        if is_enough or seconds_each * (num_done + MAX_PASS_TOKENS) > max_seconds:
             break
     return tuple(found.values())
 
@@ -74,6 +77,12 @@ def agreeing_width(noises: Sequence[WidthNoise]) -> int:
             break
         width = noise.width
     return width
+
+
+def widths_between(noises: Sequence[WidthNoise], max_width: int) -> tuple[int, ...]:
+    """Those up to the agreeing one, and to the widest that there may be, that were not tried."""
+    tried = {noise.width for noise in noises}
+    return tuple(width for width in range(2, 1 + min(agreeing_width(noises), max_width)) if width not in tried)
 
 
 def told(noises: Sequence[WidthNoise], *, is_exact: bool) -> str:

@@ -301,9 +301,11 @@ def _reused(facts: RequestFacts) -> str:
 
 
 def _drafted(facts: RequestFacts) -> str:
-    """What drafts did."""
+    """What drafts did, and where they came from."""
     drafting = facts.drafting
-    right = f"drafts: {drafting.num_accepted_tokens:,} of {drafting.num_drafted_tokens:,} right"
+    sources = [f"{each.num_accepted:,} from {source}" for source, each in sorted(drafting.by_source.items())]
+    named = ", ".join(sources if len(sources) > 1 else drafting.by_source)
+    right = f"drafts: {drafting.num_accepted_tokens:,} of {drafting.num_drafted_tokens:,} right ({named})"
     saved = f"{_seconds(abs(drafting.seconds_saved))} {'saved' if drafting.seconds_saved >= 0 else 'lost'}"
     return f"{right}, {facts.tokens_per_step:.1f} tokens a step, {saved}"
 

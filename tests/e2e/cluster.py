@@ -24,6 +24,7 @@ from tests.ports import free_port
 SECRET = "a-secret-of-all-of-them"
 FRONT_KEY = "the-key-of-clients"
 NAMES = ("a", "b")
+NO_SETTINGS: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +140,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, script: Path = START_SCRIPT, **settings: object) -> Iterator[Cluster]:
-    """All of them, ready; servers are started by this script, with these settings besides."""
+def cluster(
+    folder: Path, script: Path = START_SCRIPT, *, of_proxies: Mapping[str, object] = NO_SETTINGS, **settings: object
+) -> Iterator[Cluster]:
+    """All of them, ready; servers are started by this script, with these settings besides, proxies with theirs."""
     started = Cluster(folder, {name: free_port() for name in NAMES}, script, settings)
     backends = ",".join(f"{name}=http://key-of-{name}@127.0.0.1:{port}" for name, port in started.ports.items())
     try:
         for name in NAMES:
             started.start_server(name)
-        started.proxies += [ProxyProcess(folder / f"proxy-{number}", backends) for number in (1, 2)]
+        started.proxies += [ProxyProcess(folder / f"proxy-{number}", backends, **of_proxies) for number in (1, 2)]
         for server in started.servers.values():
             server.wait_until_healthy()
         for proxy in started.proxies:

@@ -6,9 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.browser import Page, browsing
+from tests.engine.led_drafts import drafts_tried
 from tests.models import tiny_model
 from tests.ports import free_port
-from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app
+from tests.serving import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    AppUnderTest,
+    chat_body,
+    encode_request,
+    eventually,
+    serving_app,
+    writing,
+)
+from tests.starts import always_paying
 
 pytestmark = pytest.mark.e2e
 
@@ -89,6 +100,27 @@ def test_a_shared_cache_is_shown_where_there_is_one(app: AppUnderTest, page: Pag
         assert page.eventually("document.getElementById('shared-state').innerText.startsWith('down: left alone')")
         assert page.eventually("/unreachable [1-9]/.test(document.getElementById('shared').innerText)")
         assert page.eventually("document.getElementById('shared').innerText.includes('0 of 0')"), page.text("#shared")
+        assert page.complaints == []
+
+
+def test_what_drafts_did_is_shown_with_where_they_came_from(page: Page, tmp_path: Path) -> None:
+    """Of all requests; nothing of it before any was drafted."""
+    with always_paying(), drafts_tried(), serving_app(tmp_path / "drafting", speculation="auto") as drafting:
+        drafting.chat("Good morning.", max_tokens=4, speculation=False)
+        watch(page, drafting)
+        page.value(OPEN_ALL)
+        assert "Drafted" not in page.text("#counters")
+        text = "The swans swim on the lake. The geese fly over the hills."
+        with writing(drafting, text) as fields:
+            for _ in range(2):
+                drafting.chat("What is there?", prediction={"type": "content", "content": text}, **fields)
+        assert page.eventually("document.getElementById('counters').innerText.includes('Tokens a step, where drafted')")
+        told = drafting.get("/v1/cache").json["speculation"]["by_source"]["prediction"]  # type: ignore[index]
+        shown = f"{told['num_drafted_tokens']}, right {told['num_accepted_tokens']}"
+        assert page.eventually(f"document.getElementById('counters').innerText.includes({shown!r})"), page.text(
+            "#counters"
+        )
+        assert "Drafted from the client's prediction" in page.text("#counters")
         assert page.complaints == []
 
 

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,10 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, stage: Stage) -> Iterator
 SAID: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where is the harbour?"}]
 
 
-def chat(deployed: Deployed, key: str) -> int:
+def chat(deployed: Deployed, key: str, said: list[Any] = SAID) -> int:
     """Each asks the same in its protocol, and says how many tokens it found."""
     with deployed.openai(key) as client:
-        answer = client.chat.completions.create(model="m", messages=SAID, max_tokens=2)
+        answer = client.chat.completions.create(model="m", messages=said, max_tokens=2)
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     return answer.usage.prompt_tokens_details.cached_tokens or 0
 
@@ -190,6 +191,26 @@ def test_another_principal_finds_nothing_of_a_prompt(deployed: Deployed, protoco
     assert deployed.ask(API_KEY, "DELETE", "/v1/cache")[0] == 200
     first, others, own = (ASKING[protocol](deployed, key) for key in (ANNA, OTTO, ANNAS_SECOND))
     assert (first, others) == (0, 0) and own > len(SYSTEM.split())
+
+
+LONG: list[Any] = [{"role": "user", "content": "Go on to the next house. " * 5000}]
+"""Read in some seconds, so that another request comes meanwhile."""
+
+
+@pytest.mark.parametrize(("key", "waits"), [(OTTO, False), (ANNAS_SECOND, True)], ids=["another", "its own"])
+def test_a_tenant_waits_for_no_row_of_another(deployed: Deployed, key: str, waits: bool) -> None:
+    """The same prompt while it is being read for the first one: another principal reads it itself from the start, and
+    both are read at the same time; a key of the same principal, the control, waits and finds it."""
+    deployed.holders()
+    assert deployed.ask(API_KEY, "DELETE", "/v1/cache")[0] == 200
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(chat, deployed, ANNA, LONG)
+        deployed.server.wait_for(num_running=1)
+        second = pool.submit(chat, deployed, key, LONG)
+        deployed.server.wait_for(num_running=2)
+        assert not first.done(), "nobody could have waited"
+        num_read = [first.result(), second.result()]
+    assert num_read[0] == 0 and (num_read[1] > 0) is waits
 
 
 def test_principals_are_apart(deployed: Deployed) -> None:

@@ -57,7 +57,8 @@ def assert_same(found: Written, expected: Written) -> None:
 
 
 def assert_led(found: Written, expected: Written) -> None:
-    """The same tokens, every one."""
+    """The same tokens, every one; whoever is led to was asked for one token more."""
+    assert (len(found.tokens), len(expected.tokens)) == (NUM_TOKENS, NUM_TOKENS + 1)
     for place, (token, other) in enumerate(zip(found.tokens, expected.tokens, strict=False)):
         assert token == other, f"token {place} is {token!r} instead of {other!r}"
 
@@ -73,7 +74,9 @@ def lives(port_of: Callable[[], int], restart: Callable[[], None], num_tokens: i
     led += beside(BESIDE, num_tokens)
     restart()
     led += [write(port_of(), text, num_tokens) for text in (PROMPTS[2], BESIDE[0])]
-    return led, beside(NOT_LED, NUM_TOKENS)
+    freely = beside(NOT_LED, NUM_TOKENS)
+    freely += [write(port_of(), text, NUM_TOKENS) for text in (NOT_LED[0], NOT_LED[0] + " And of harbours.")]
+    return led, freely
 
 
 def alone(folder: Path, family: str, noted: Path, settings: dict[str, object]) -> tuple[list[Written], ...]:
@@ -102,7 +105,8 @@ def led_by(noted: Path) -> str:
 
 @pytest.mark.parametrize(("family", "settings"), CASES)
 def test_two_ranks_write_and_find_what_one_does(family: str, settings: dict[str, object], tmp_path: Path) -> None:
-    """Cold, warm, branch, four at once, restart; 48 tokens each; then four that nobody leads."""
+    """Cold, warm, branch, four at once, restart; 48 tokens each; then four at once, one of them warm and a branch that
+    nobody leads."""
     print(f"seed {SEED}")
     expected, expected_freely = alone(tmp_path / "one", family, tmp_path / "noted", settings)
     with ranked(tmp_path / "two", family, (led_by(tmp_path / "noted"), ""), **settings) as server:
@@ -118,9 +122,16 @@ def test_two_ranks_write_and_find_what_one_does(family: str, settings: dict[str,
         assert_led(own, other)
     for own, other in zip(found_freely, expected_freely, strict=True):
         assert_same(own, other)
-    in_turn = [0, 1, 2, -2, -1]
-    assert [found[each].num_cached_tokens for each in in_turn] == [expected[each].num_cached_tokens for each in in_turn]
+    assert [num_cached(each) for each in (found, found_freely)] == [
+        num_cached(each) for each in (expected, expected_freely)
+    ]
     assert found[1].num_cached_tokens and found[-2].num_cached_tokens, "nothing was reused"
+    assert found_freely[-1].num_cached_tokens and found_freely[-2].num_cached_tokens, "nothing was reused"
+
+
+def num_cached(written: list[Written]) -> list[int]:
+    """Of each; what is at once has only its beginning in common with another, so that its order does not matter."""
+    return [each.num_cached_tokens for each in written]
 
 
 HALF_SILENT = """

@@ -30,6 +30,9 @@ MAX_PAUSE_SECONDS = 3.0
 ANSWER_SECONDS = 20.0
 """So long a client waits at most for the end of its request once a rank is gone."""
 
+LONG_ANSWER = 400
+"""Tokens, so that some clients at least have not all of their answer when a rank is killed."""
+
 SEVERAL_RANKS = "several ranks"
 """In what a client is told."""
 
@@ -77,12 +80,12 @@ def asked(port: int, number: int) -> list[Asked]:
     """Four requests of three protocols, long enough to be met anywhere."""
     text = said(6, number)
     turns = [{"role": "user", "content": text}]
-    plain = {"model": "m", "max_tokens": 60, "temperature": 0}
+    plain = {"model": "m", "max_tokens": LONG_ANSWER, "temperature": 0}
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {**plain, "messages": turns, "stream": True}),
         ("/v1/chat/completions", {**plain, "messages": turns}),
         ("/v1/messages", {**plain, "messages": turns, "stream": True}),
-        ("/v1/responses", {"model": "m", "max_output_tokens": 60, "input": text, "stream": True}),
+        ("/v1/responses", {"model": "m", "max_output_tokens": LONG_ANSWER, "input": text, "stream": True}),
     ]
     return [Asked(port, path, body) for path, body in bodies]
 
@@ -116,8 +119,9 @@ def kill_in_load(server: RankedServer, victim: int) -> None:
     server.exit_codes(END_SECONDS)
 
 
-def one_round(server: RankedServer, number: int, chance: random.Random, reference: Reference) -> None:
-    """Some prompts are answered, then one rank is killed under four others; both come back."""
+def one_round(server: RankedServer, number: int, chance: random.Random, reference: Reference) -> tuple[int, int]:
+    """Some prompts are answered, then one rank is killed under four others; both come back. Returns how many clients
+    were told of it, and how many tokens were found again."""
     victim = (LEADER, FOLLOWER)[number % 2]
     prompts: list[Messages] = [(("user", said(5, 50 + number)),), (("user", said(2, 0)),)]
     reference.learn(prompts)
@@ -140,11 +144,14 @@ def one_round(server: RankedServer, number: int, chance: random.Random, referenc
         kill_in_load(server, 1 - victim)
         server.start()
     server.wait_until_ready()
+    num_found = 0
     for messages in prompts:
         expected = written_tokens(server.kv, reference.ids[messages], needs_states=reference.needs_states)
         answered = ask(server.lead, messages, MAX_TOKENS)
         assert answered.text == reference.texts[messages]
         assert answered.num_cached_tokens > expected - MIN_GAIN_TOKENS, f"{answered}, but {expected} were written"
+        num_found += answered.num_cached_tokens if expected else 0
+    return sum(each.is_told for each in open_requests), num_found
 
 
 @pytest.mark.parametrize("family", TWO_KINDS)
@@ -157,8 +164,10 @@ def test_a_rank_may_be_killed_at_any_moment(family: str, tmp_path: Path) -> None
         ranked(tmp_path / "ranks", family) as server,
     ):
         reference, chance = Reference(app), random.Random(seed)
-        for number in range(NUM_KILLS):
-            one_round(server, number, chance, reference)
+        rounds = [one_round(server, number, chance, reference) for number in range(NUM_KILLS)]
+    print(f"of four clients were told, and tokens were found again: {rounds}")
+    assert any(num_told for num_told, _ in rounds), "no client heard of a lost rank"
+    assert any(num_found for _, num_found in rounds), "nothing was kept"
 
 
 PIPELINED, IN_A_PASS = "qwen3_next", 1
@@ -171,7 +180,8 @@ def test_a_rank_of_a_pipeline_may_be_killed(tmp_path: Path) -> None:
         serving_app(tmp_path / "reference", PIPELINED, disk_cache="off") as app,
         ranked(tmp_path / "ranks", PIPELINED) as server,
     ):
-        one_round(server, FOLLOWER, random.Random(IN_A_PASS), Reference(app))
+        num_told, _ = one_round(server, FOLLOWER, random.Random(IN_A_PASS), Reference(app))
+    assert num_told == 4
 
 
 STUCK_EARLY = """

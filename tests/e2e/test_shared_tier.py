@@ -210,15 +210,59 @@ def test_a_redis_that_is_not_there_yet_delays_nothing(tmp_path: Path) -> None:
             assert redis.keys("b"), "a server that was flushed is not filled again"
 
 
+def test_what_was_flushed_costs_a_miss(redis: RedisServer, tmp_path: Path) -> None:
+    """What another server computed is gone: it is computed again, with the same text, and nobody waits for it."""
+    with server_on(tmp_path / "a", redis.url) as a, server_on(tmp_path / "b", redis.url) as b:
+        eventually(lambda: is_up(a) and is_up(b), "no connection")
+        messages = conversation(a, 3)
+        expected = a.chat(messages, headers=SESSION).content
+        settle(a)
+        redis.client.flushall()
+        answer = b.chat(messages, headers=SESSION)
+        assert answer.content == expected and (answer.num_cached_tokens or 0) == 0
+        assert remote(b)["longest_wait_seconds"] <= BOUND_SECONDS and remote(b)["errors"] == {}
+
+
 def test_a_full_redis_is_left_alone(tmp_path: Path) -> None:
-    """What does not fit is not sent, and counted; requests go on."""
+    """What does not fit is not sent, and counted; requests go on, here and on another server, with the same text."""
     options = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
-    with redis_server(tmp_path / "redis", *options) as redis, server_on(tmp_path / "a", redis.url) as a:
-        eventually(lambda: is_up(a), "no connection")
-        conversation(a, 4)
+    with (
+        redis_server(tmp_path / "redis", *options) as redis,
+        server_on(tmp_path / "a", redis.url) as a,
+        server_on(tmp_path / "b", redis.url) as b,
+    ):
+        eventually(lambda: is_up(a) and is_up(b), "no connection")
+        messages = conversation(a, 4)
         eventually(lambda: a.health()["shared_cache"] == "full", "it is not full")
         assert remote(a)["errors"].get("full", 0) > 0
-        assert a.chat("Hello", headers=SESSION).content
+        answers = [app.chat(messages, headers=SESSION).content for app in (a, b)]
+        waits = [remote(app)["longest_wait_seconds"] for app in (a, b)]
+    with server_on(tmp_path / "c", None) as c:
+        assert answers == [c.chat(messages, headers=SESSION).content] * 2
+    assert max(waits) <= BOUND_SECONDS
+
+
+def test_another_models_kv_is_not_believed(redis: RedisServer, tmp_path: Path) -> None:
+    """A server of another model finds nothing of this one's; put in the place of its own values they are refused."""
+    written = dict[str, list[str]]()
+    for family in ("llama", "qwen3"):
+        with server_on(tmp_path / family, redis.url, family) as app:
+            eventually(lambda: is_up(app), "no connection")
+            before = set(redis.keys("b"))
+            messages = conversation(app, 2)
+            settle(app)
+            written[family] = sorted(set(redis.keys("b")) - before)
+            expected = app.chat(messages, headers=SESSION).content
+            assert remote(app)["num_hits"] == 0, "it believed the other model's"
+    values = [redis.client.get(key) for key in written["llama"]]
+    for place, key in enumerate(written["qwen3"]):
+        redis.client.set(key, values[place % len(values)])
+    with server_on(tmp_path / "again", redis.url) as app:
+        eventually(lambda: is_up(app), "no connection")
+        answer = app.chat(messages, headers=SESSION)
+        assert answer.content == expected and (answer.num_cached_tokens or 0) == 0
+        assert remote(app)["errors"], "nobody has noticed"
+        assert remote(app)["longest_wait_seconds"] <= BOUND_SECONDS
 
 
 @pytest.mark.parametrize("kind", ["b", "m", "i", "u"])

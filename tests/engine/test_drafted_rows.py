@@ -1,7 +1,7 @@
 """What rows with drafts do beside the law: under a grammar, in a running engine, where memory is short, where the KV
 changes its form, and where something breaks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +18,17 @@ from kvserve.engine import rows as rows_module
 from kvserve.engine.draft_nouns import DraftSettings
 from kvserve.engine.draft_support import find_draft_support
 from kvserve.engine.kv_buffers import with_arrays
-from kvserve.engine.logits_processors import GrammarProcessor, ThinkingLimiter
+from kvserve.engine.logits_processors import GrammarProcessor
 from kvserve.engine.model import load
 from kvserve.engine.pass_costs import MEASURED_WIDTHS, PassCosts
 from kvserve.engine.quantised import Quantiser
 from kvserve.engine.retreat import Retreat
 from kvserve.engine.row_drafts import RowDrafts
 from kvserve.engine.self_check import CachesDiffer
-from kvserve.engine.width_noise import agreeing_width, find_width_noise
+from kvserve.engine.width_noise import WidthNoise, agreeing_width, find_width_noise
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.engine.engines import (
+    CACHE,
     assert_exact,
     cached,
     generate,
@@ -38,10 +39,10 @@ from tests.engine.engines import (
 )
 from tests.engine.full_engines import NUM_ANSWER_TOKENS, check, full_engine
 from tests.engine.led_drafts import (
+    ACCEPTED,
     NUM_TOKENS,
     PROMPT,
     LedDrafter,
-    assert_kept,
     assert_same,
     decoded,
     decoded_together,
@@ -64,24 +65,20 @@ from tests.models import tiny_model
 FORM = 'start: "{" /[a-z]{2,5}/ ": " ("yes" | "no") ", " /[0-9]+/ "}"'
 
 
-def grammar_of(lark: str, num_prompt_tokens: int = len(PROMPT)) -> GrammarProcessor:
-    tokenizer = load_tokenizer(tiny_model("qwen3"))
+def grammar_of(lark: str, num_prompt_tokens: int = len(PROMPT), family: str = "qwen3") -> GrammarProcessor:
+    tokenizer = load_tokenizer(tiny_model(family))
     eos = sorted(tokenizer.stop_token_ids)
-    guide = llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=loaded("qwen3").vocab_size, eos_token=eos)
+    guide = llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=loaded(family).vocab_size, eos_token=eos)
     return GrammarProcessor(Grammar(lark), guide, num_prompt_tokens)
 
 
-@pytest.mark.parametrize("accepted", sampled(("none", "half", "all"), ("half", "all")))
-def test_an_answer_under_a_grammar_is_the_one_without_drafts(accepted: str) -> None:
-    """Also where its stop token is drafted; what the grammar forbids is not tried, and what it forces always is."""
-    model = loaded("qwen3")
-    stop = sorted(load_tokenizer(tiny_model("qwen3")).stop_token_ids)
-    each = request(PROMPT, 40, stop=stop, temperature=1.0, seed=4)
-    plain = decoded(model, each, [grammar_of(FORM)])
-    found = decoded(model, with_drafts(each, plain, accepted), [grammar_of(FORM)])
-    assert_same(found, plain)
-    assert_kept(model, found.left)
-    assert (found.end.drafting.by_source["conversation"].num_accepted > 0) == (accepted != "none")
+def limit_of(family: str, max_num_tokens: int) -> ThinkingLimit:
+    """Of a row whose prompt opened thinking."""
+    tokenizer = load_tokenizer(tiny_model(family))
+    closing = tokenizer.encode("</think>")
+    return ThinkingLimit(
+        max_num_tokens, "<think>", "</think>", closing, anywhere=True, is_open=True, decode=tokenizer.decode
+    )
 
 
 def test_a_grammar_that_is_asked_what_is_forced_stays_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,19 +124,6 @@ def test_what_a_grammar_leaves_no_choice_of_is_drafted() -> None:
     assert drafted.num_tokens == drafted.num_accepted > 0
 
 
-def test_an_answer_whose_thinking_is_ended_is_the_one_without_drafts() -> None:
-    """The limit counts what was drawn, and forces its tag at the same token."""
-    model, tokenizer = loaded("qwen3"), load_tokenizer(tiny_model("qwen3"))
-    closing = tokenizer.encode("</think>")
-    limit = ThinkingLimit(9, "<think>", "</think>", closing, anywhere=True, is_open=True, decode=tokenizer.decode)
-    each = request(PROMPT, NUM_TOKENS)
-    plain = decoded(model, each, [ThinkingLimiter(limit, len(PROMPT))])
-    assert closing[0] in plain.tokens
-    for accepted in ("half", "all"):
-        found = decoded(model, with_drafts(each, plain, accepted), [ThinkingLimiter(limit, len(PROMPT))])
-        assert_same(found, plain)
-
-
 # --- in an engine -----------------------------------------------------------------------------------------------------
 
 
@@ -167,9 +151,30 @@ def test_what_is_kept_of_a_drafted_answer_is_what_a_cold_row_holds(family: str) 
             assert_exact(result, words.tokens)
 
 
+NUM_HELD_TOKENS = 160
+"""Not as many as two prompts and their answers have."""
+
+
+@pytest.mark.parametrize("family", sampled(THREE_KINDS, {"gemma3"}))
+def test_what_was_evicted_of_a_drafted_answer_is_written_again(family: str) -> None:
+    """Another prompt has taken its place: what goes on from it writes what a cold server writes."""
+    prompt, max_bytes = prompt_of(90), int(loaded(family).sizes.held(NUM_HELD_TOKENS))
+    with running_engine(family, cache=replace(CACHE, max_bytes=max_bytes)) as engine, drafts_tried():
+        plain = generate(engine, request(prompt, NUM_TOKENS))[0]
+        third = [*prompt, *plain.tokens, *prompt_of(9, 2)]
+        engine.clear_cache()
+        expected = generate(engine, request(third, 8))[0]
+        engine.clear_cache()
+        generate(engine, replace(request(prompt, NUM_TOKENS), drafter=LedDrafter(plain.tokens, ACCEPTED["half"])))
+        generate(engine, request([*prompt[:40], *prompt_of(50, 5)], 4))
+        again = generate(engine, replace(request(third, 8), drafter=LedDrafter(expected.tokens)))[0]
+        assert_exact(again, expected.tokens)
+        assert cached(again) < len(prompt)
+
+
 @pytest.mark.parametrize("bits", sampled((4, 8), {8}))
 def test_an_answer_that_comes_past_the_start_of_quantised_kv(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pass goes beyond it: the row is converted where it is without drafts."""
+    """No pass goes beyond it: the row is converted where it is without drafts, and what is kept of it is the same."""
     prompt, converted, real = prompt_of(90), list[int](), Quantiser.convert
 
     def convert(self: Quantiser, caches: list[Any]) -> list[Any]:
@@ -181,6 +186,8 @@ def test_an_answer_that_comes_past_the_start_of_quantised_kv(bits: Any, monkeypa
         converted.clear()
         plain = generate(engine, request(prompt, NUM_TOKENS))[0]
         assert converted == [101]
+        following = request([*prompt, *plain.tokens, *prompt_of(9, 2)], 8)
+        expected = generate(engine, following)[0]
         engine.clear_cache()
         for is_spoilt in (lambda _: False, lambda place: place % 3 == 2):
             engine._ask(lambda scheduler: scheduler._pool.draft_support)
@@ -190,6 +197,9 @@ def test_an_answer_that_comes_past_the_start_of_quantised_kv(bits: Any, monkeypa
             assert_exact(found, plain.tokens)
             assert isinstance(found.end, GenerationDone) and found.end.drafting.num_accepted_tokens > 5
             assert converted == [101]
+            again = generate(engine, following)[0]
+            assert_exact(again, expected.tokens)
+            assert cached(again) == cached(expected) > len(prompt)
             engine.clear_cache()
 
 
@@ -468,6 +478,32 @@ def _module_with_noise(tokens: mx.array, cache: Any) -> mx.array:
     return logits + (1e-3 if tokens.shape[1] > 4 else 0.0)
 
 
+def noises_of(noises: Sequence[WidthNoise], between: float = 0.0) -> Callable[..., tuple[WidthNoise, ...]]:
+    """In the place of the look: these, and so much for the widths between."""
+
+    def find(*_: object, widths: Sequence[int] = (), **__: int) -> tuple[WidthNoise, ...]:
+        return tuple(WidthNoise(width, between, 0, 256) for width in widths) or tuple(noises)
+
+    return find
+
+
+def test_a_width_between_that_differs_is_none_of_exact_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may have a kernel of its own: all up to the widest are looked at, where passes are to be exact."""
+    asked, real = list[int](), find_width_noise
+
+    def odd(tokens: mx.array, cache: Any) -> mx.array:
+        asked.append(tokens.shape[1])
+        return mx.zeros((*tokens.shape, 9)) + (1e-3 if tokens.shape[1] == 6 else 0.0)
+
+    monkeypatch.setattr(draft_support, "find_width_noise", lambda *_, **more: real(odd, list, **more))
+    support = find_draft_support(loaded("qwen3"), DraftSettings(is_on=True, is_exact=True))
+    assert support.costs.max_width == 5 and "at most 5 tokens" in "".join(support.notes)
+    assert set(range(1, 17)) <= set(asked)
+    asked.clear()
+    assert find_draft_support(loaded("qwen3"), DraftSettings(is_on=True)).costs.max_width == 16
+    assert 6 not in asked
+
+
 def test_how_far_wide_passes_are_from_single_steps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over 256 tokens where it is anything, and passes are no wider than agrees to the bit where that is asked for."""
     noises = find_width_noise(_module_with_noise, list)
@@ -476,7 +512,7 @@ def test_how_far_wide_passes_are_from_single_steps_is_measured(monkeypatch: pyte
     assert agreeing_width(noises) == 4
     exact = find_width_noise(lambda tokens, cache: mx.zeros((*tokens.shape, 9)), list)
     assert {noise.num_tokens for noise in exact} == {16} and agreeing_width(exact) == 16
-    monkeypatch.setattr(draft_support, "find_width_noise", lambda *_: noises)
+    monkeypatch.setattr(draft_support, "find_width_noise", noises_of(noises))
     for is_exact, width in ((False, 16), (True, 4)):
         support = find_draft_support(loaded("qwen3"), DraftSettings(is_on=True, is_exact=is_exact))
         assert support.costs.max_width == width

@@ -20,7 +20,7 @@ from kvserve.engine.drafted_batch import DraftedBatch
 from kvserve.engine.kv_buffers import BatchKv, RightAligned
 from kvserve.engine.leaf_forms import LeafForm
 from kvserve.engine.model import LoadedModel, load
-from kvserve.engine.pass_costs import MEASURED_WIDTHS, PassCosts
+from kvserve.engine.pass_costs import MAX_PASS_TOKENS, MEASURED_WIDTHS, PassCosts
 from kvserve.engine.rows import Row
 from kvserve.engine.verified import draw
 from kvserve.prompt.tokenizer import load_tokenizer
@@ -91,12 +91,13 @@ def test_two_rows_with_drafts_say_what_each_says_alone(family: str, drawing: str
 
 @pytest.mark.parametrize("family", sampled(sorted(set(FAMILIES) - CUTTABLE), ("gemma3", "qwen3_5")))
 def test_rows_whose_caches_cannot_be_cut_one_by_one_decode_plainly(family: str) -> None:
-    """Beside one another; a start says why."""
+    """Beside one another, and say what each says alone; a start says why."""
     with always_paying():
         support = find_draft_support(loaded(family), DraftSettings(is_on=True))
     assert support.ways is not None and support.together is None
     [note] = [note for note in support.notes if "share passes" in note]
     assert support.why_not_together in note and "cannot be cut row by row" in note
+    check_together(loaded(family), four_rows(), ("half", "none", "most", "all"))
 
 
 def test_under_a_grammar_a_row_says_beside_others_what_it_says_alone() -> None:
@@ -237,20 +238,34 @@ def test_a_drafter_is_asked_for_no_more_than_a_pass_of_rows_takes(max_width: int
         assert all(1 <= num_tokens <= max_width for num_tokens in drafter.asked)
 
 
+@pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("steps_a_pass", [1.0, 2.0])
-def test_beside_a_row_without_a_draft_others_are_asked_where_a_pass_is_fair_to_it(steps_a_pass: float) -> None:
-    """Nothing may come of their drafts where it is not, and to look for them would cost every step."""
+def test_beside_a_row_without_a_draft_others_are_asked_where_a_pass_is_fair_to_it(
+    steps_a_pass: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing may come of their drafts where it is not, and to look for them would cost every step. All of them hear to
+    the end what was said, as later answers are drafted from it."""
     model, each = loaded("qwen3"), request(PROMPT, NUM_TOKENS)
-    single, drafter = PassCosts(), RecordingDrafter(prompt_of(NUM_TOKENS, 1))
-    single.guess({width: 1.0 if width < 3 else steps_a_pass for width in (*MEASURED_WIDTHS, MAX_BATCH_TOKENS)})
-    pool, drafter.asked = new_pool(model), []
+    single, real = PassCosts(), PassCosts.note
+    single.guess({width: 1.0 if width < 4 else steps_a_pass for width in (*MEASURED_WIDTHS, MAX_BATCH_TOKENS)})
+
+    def note(costs: PassCosts, width: int, num_tokens: int, _seconds: float) -> None:
+        real(costs, width, num_tokens, 1.0 if width == 1 else steps_a_pass)
+
+    monkeypatch.setattr(PassCosts, "note", note)
+    asked = [RecordingDrafter(prompt_of(NUM_TOKENS, seed)) for seed in (1, 2)]
+    drafters: list[Any] = [*asked[:place], Silent(), *asked[place:]]
+    pool, rows = new_pool(model), [row_of(replace(each, drafter=drafter)) for drafter in drafters]
     pool._draft_support = replace(pool.draft_support, together=BatchCosts(single))
-    for drafts in (Silent(), drafter):
-        entered(pool, model, row_of(replace(each, drafter=drafts)))
-    for _ in range(10):
-        pool.step()
-    pool.discard()
-    assert bool(drafter.asked) is (steps_a_pass == 1.0)
+    for drafter in asked:
+        drafter.asked = []
+    for row in rows:
+        entered(pool, model, row)
+    run(pool, *rows)
+    for drafter in asked:
+        num_beside = sum(num_tokens < MAX_PASS_TOKENS - 1 for num_tokens in drafter.asked)
+        assert (num_beside > 3) is (steps_a_pass == 1.0), drafter.asked
+        assert drafter.num_followed == NUM_TOKENS
 
 
 def test_a_grammar_that_breaks_ends_its_own_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What a start has found out about drafts is taken over by the next one, and should it be wrong no answer is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,11 @@ def noises(num_agreeing: int, num_tokens: int = NUM_TOKENS) -> tuple[WidthNoise,
     return tuple(WidthNoise(width, 0.0 if width <= num_agreeing else 1.0, 0, num_tokens) for width in WIDTHS)
 
 
+def agreeing(widths: Sequence[int]) -> tuple[WidthNoise, ...]:
+    """Of the widths between, at which exact passes look besides."""
+    return tuple(WidthNoise(width, 0.0, 0, NUM_TOKENS) for width in widths)
+
+
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
 
@@ -63,7 +68,13 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def counting(owner: Any, name: str) -> None:
         real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: ran.append(name) or real(*args))
+
+        def counted(*args: Any, **more: Any) -> Any:
+            if not more:  # what exact passes look at besides is no part of what is remembered
+                ran.append(name)
+            return real(*args, **more)
+
+        monkeypatch.setattr(owner, name, counted)
 
     counting(draft_support, "_prove_all")
     counting(draft_support, "find_width_noise")
@@ -192,7 +203,11 @@ def test_noise_that_is_wrong_makes_no_exact_pass_wider(monkeypatch: pytest.Monke
     needed where no width is left."""
     looks: list[int] = []
 
-    def find(_module: Any, _caches: Any, num_tokens: int, *_: float) -> tuple[WidthNoise, ...]:
+    def find(
+        _module: Any, _caches: Any, num_tokens: int, *_: float, widths: Sequence[int] = (), **__: int
+    ) -> tuple[WidthNoise, ...]:
+        if widths:
+            return agreeing(widths)
         looks.append(num_tokens)
         return noises(4, num_tokens)
 
@@ -241,7 +256,11 @@ def test_a_start_looks_in_proportion_to_its_load(monkeypatch: pytest.MonkeyPatch
     before, and once behind."""
     asked: list[tuple[int, float]] = []
 
-    def find(_module: Any, _caches: Any, num_tokens: int, max_seconds: float) -> tuple[WidthNoise, ...]:
+    def find(
+        _module: Any, _caches: Any, num_tokens: int, max_seconds: float = 0.0, *, widths: Sequence[int] = (), **_: int
+    ) -> tuple[WidthNoise, ...]:
+        if widths:
+            return agreeing(widths)
         asked.append((num_tokens, max_seconds))
         return noises(16)
 

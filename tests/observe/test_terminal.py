@@ -133,7 +133,11 @@ def test_a_request_is_one_line() -> None:
         ({"num_cached_tokens": 0}, "10,432 in, 212 out"),
         (
             {"drafting": DRAFTING, "tokens_per_step": 2.36},
-            "tok/s, drafts: 130 of 1,160 right, 2.4 tokens a step, 3.12 s saved, stop",
+            "drafts: 130 of 1,160 right (100 from prediction, 30 from records), 2.4 tokens a step, 3.12 s saved, stop",
+        ),
+        (
+            {"drafting": Drafting({"draft model": Drafted(9, 6)}, num_steps=4), "tokens_per_step": 2.5},
+            "drafts: 6 of 9 right (draft model), 2.5 tokens a step",
         ),
         ({"drafting": replace(DRAFTING, seconds_saved=-0.2), "tokens_per_step": 1.0}, "1.0 tokens a step, 0.20 s lost"),
         ({"num_cached_tokens": 10431}, "(10,431 reused, 99 %)"),

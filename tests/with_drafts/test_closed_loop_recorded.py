@@ -1,5 +1,5 @@
 """Recorded sessions in closed loop, of `tests/test_closed_loop_recorded.py`, with drafts at every step: the smallest
-one with every family."""
+one with the families of that table."""
 
 from pathlib import Path
 

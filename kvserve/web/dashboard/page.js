@@ -338,6 +338,7 @@ const FAULTS = {
   hybrid_trim_miss: "Prompts for which no copy of the state was there",
   exact_key_rejected_by_model_lcp: "Messages that were the same and read differently",
 };
+const SOURCES = { conversation: "the conversation", records: "earlier answers", prediction: "the client's prediction", grammar: "the form", "draft model": "the draft model" };
 
 function showCounters(state) {
   const cache = state.cache ?? {};
@@ -352,6 +353,9 @@ function showCounters(state) {
     entries.push(["Tokens a step, where drafted", drafts.tokens_per_step.toFixed(1)],
       ["Drafted tokens that were right", percent(drafts.num_accepted_tokens, drafts.num_drafted_tokens)],
       [drafts.seconds_saved < 0 ? "Time lost by drafts" : "Time saved by drafts", seconds(Math.abs(drafts.seconds_saved))]);
+    for (const [source, each] of Object.entries(drafts.by_source)) {
+      entries.push([`Drafted from ${SOURCES[source] ?? source}`, `${short(each.num_drafted_tokens)}, right ${short(each.num_accepted_tokens)}`]);
+    }
   }
   for (const [name, words] of Object.entries(COUNTERS)) if (cache[name] !== undefined) entries.push([words, count(cache[name])]);
   if (cache.disk) entries.push(["Tokens read back from disk", short(cache.disk.num_restored_tokens)], ["Disk errors", count(cache.disk.num_errors)]);
