@@ -73,6 +73,7 @@ class Counts:
     num_cached: int
     num_computed: int
     is_used: bool
+    ram_bytes: int = 0
 
     def since(self, before: "Counts") -> "Counts":
         return Counts(
@@ -81,15 +82,18 @@ class Counts:
             self.num_cached - before.num_cached,
             self.num_computed - before.num_computed,
             self.is_used,
+            self.ram_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """Tokens of a second turn's prompt that the target found behind a SIGKILL, and those that its draft model did."""
+    """Tokens of a second turn's prompt that the target found behind a SIGKILL, and those that its draft model did, and
+    what that had before: it computes nothing of an answer while it rests."""
 
     num_found_by_target: int
     num_found: int
+    num_had: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,7 @@ def counts_of(port: int) -> Counts:
         model.get("num_cached_tokens", 0),
         model.get("num_computed_tokens", 0),
         bool(model.get("is_used")),
+        model.get("ram_bytes", 0),
     )
 
 
@@ -214,21 +219,30 @@ def measured(pair: DraftPair, library: Path | None, num_rounds: int) -> Measured
             for place, prompt in enumerate(prompts)
         ]
         drafts = counts_of(server.port).since(before)
-        return Measured(pair, tuple(answers), drafts, _restarted(server, prompts[0]))
+        return Measured(pair, tuple(answers), drafts, _restarted(server, prompts[0], token_bytes_of(pair.draft)))
 
 
-def _restarted(server: TalkingServer, prompt: Prompt) -> Restarted:
+def token_bytes_of(model: Path) -> int:
+    """Keys and values of one token in float32, in all layers."""
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    num_numbers = config["num_key_value_heads"] * (config.get("head_dim") or hidden_size // num_heads)
+    return 2 * 4 * int(config["num_hidden_layers"] * num_numbers)
+
+
+def _restarted(server: TalkingServer, prompt: Prompt, token_bytes: int) -> Restarted:
     """What both models find of a first turn in the second one, behind a SIGKILL."""
     forget_all(server.port)
     told, _ = asked(server.port, prompt.messages, NUM_TOKENS, is_drafted=True)
     settle(server.port)
+    num_had = counts_of(server.port).ram_bytes // token_bytes
     server.kill_and_start()
     before = counts_of(server.port)
     said = [{"role": "assistant", "content": told.text}, {"role": "user", "content": "Go on with that."}]
     _, usage = asked(server.port, [*prompt.messages, *said], NUM_TOKENS, is_drafted=True)
     settle(server.port)
     found_by_target = usage["prompt_tokens_details"]["cached_tokens"]
-    return Restarted(found_by_target, counts_of(server.port).since(before).num_cached)
+    return Restarted(found_by_target, counts_of(server.port).since(before).num_cached, num_had)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -253,12 +267,10 @@ def _figures(each: Measured) -> Iterator[Figure]:
     yield _figure(f"{name}: tokens a step", steps, None, f"{tokens_a_step(timed):.2f} of all together")
     num_same = sum(pair.plain[0].text == pair.drafted[0].text for pair in each.answers)
     yield _figure(f"{name}: answers with the same text", [num_same / len(each.answers)], None, "near ties part them")
-    again = each.restarted
-    if each.pair.is_led or again.num_found:
-        found = f"{again.num_found:,} tokens found by it, {again.num_found_by_target:,} by the target"
-        ratio = again.num_found / max(again.num_found_by_target, 1)
-        bound = WARM if each.pair.is_led else None
-        yield _figure(f"{name}: found behind a SIGKILL, draft model : target", [ratio], bound, found)
+    if each.pair.is_led:  # the others' KV has another number of bytes a token
+        again = each.restarted
+        found = f"{again.num_found:,} of {again.num_had:,} tokens found, {again.num_found_by_target:,} by the target"
+        yield _figure(f"{name}: found behind a SIGKILL : had", [again.num_found / max(again.num_had, 1)], WARM, found)
 
 
 def _figure(name: str, rounds: Sequence[float], bound: Bound | None, absolute: str) -> Figure:

@@ -5,6 +5,7 @@ servers are tried by the benchmark itself.
 from pathlib import Path
 
 import mlx.core as mx
+import pytest
 from mlx_lm.utils import load_model
 
 from benchmarks.decode_rate import Arrived
@@ -48,10 +49,17 @@ def test_a_model_that_is_cut_off_says_something_else(tmp_path: Path) -> None:
     assert not mx.allclose(_logits(model), _logits(few), atol=1e-2)
 
 
-def test_what_is_found_behind_a_kill_counts_beside_what_the_target_found() -> None:
+def test_what_is_found_behind_a_kill_counts_beside_what_was_there_before() -> None:
+    """A draft model that rested at the end of an answer has nothing of that to lose."""
     told = Told("x" * 101, "stop", Arrived(tuple((number / 10, 1) for number in range(101)), 101))
     answers = (Pair((Prompt("prose", "a", "s", "u"),), (told,), (told,)),)
-    drafts, again = Counts(50, 40, 0, 0, True), Restarted(100, 90)
+    drafts, again = Counts(50, 40, 0, 0, True), Restarted(100, 90, 95)
     rows = figures([Measured(DraftPair("led", Path("a"), Path("b"), is_led=True), answers, drafts, again)])
-    assert [(row.value, row.is_missed) for row in rows if "SIGKILL" in row.name] == [(0.9, True)]
+    assert [(row.value, row.is_missed) for row in rows if "SIGKILL" in row.name] == [(pytest.approx(90 / 95), True)]
+    [*_, restarted] = rows
+    assert restarted.absolute == "90 of 95 tokens found, 100 by the target"
+    kept = figures(
+        [Measured(DraftPair("led", Path("a"), Path("b"), is_led=True), answers, drafts, Restarted(100, 60, 60))]
+    )
+    assert not kept[-1].is_missed
     assert rows[0].absolute == "50 tokens drafted by it, 80% accepted; it is used"

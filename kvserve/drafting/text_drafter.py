@@ -22,8 +22,8 @@ MAX_PLACES = 8
 """So many places of one text are looked at, the newest."""
 
 MAX_VOTERS = 24
-MAX_COMPARED = 64
-"""So many tokens behind a question are compared with what was drafted; no draft is longer."""
+MAX_ALONG = 64
+"""A text that an answer goes along with is left where more tokens than these came since the last question."""
 
 MIN_REACH = 0.05
 """A draft ends where it is less likely than this to be right so far: a wider pass would not pay."""
@@ -116,38 +116,40 @@ class TextDrafter:
         return self._answer.tokens[self._num_before :] + self._unread
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take these in as the answer's next tokens. They are read at the next question, which may not come."""
+        """Take these in as the answer's next tokens; what was drafted for them was right or not, tried or not. They are
+        indexed at the next question, which may not come."""
         self._unread.extend(tokens)
+        for token in tokens:
+            if self._open is None:
+                break
+            self._compare(self._open, token)
 
     def _read(self) -> None:
-        """Find out what was drafted rightly, tried or not, and where the answer has gone along; of many tokens since
-        the last question the newest say nothing of it."""
-        for token in self._unread[:MAX_COMPARED]:
-            self._compare(token)
+        """Find out where the answer has gone along; of many tokens since the last question the newest say nothing of
+        it."""
+        for token in self._unread[:MAX_ALONG]:
             if self._along is not None:
                 self._along.follow(token)
                 if self._along.is_over:
                     self._along = None
             self._answer.append(token)
-        if rest := self._unread[MAX_COMPARED:]:
+        if rest := self._unread[MAX_ALONG:]:
             self._along = None
             self._answer.extend(rest)
         self._unread = array("i")
 
-    def _compare(self, token: int) -> None:
-        draft, place = self._open, self._num_followed
-        if draft is None or place == len(draft.tokens):
-            return
+    def _compare(self, draft: Draft, token: int) -> None:
+        place = self._num_followed
         is_right = draft.tokens[place] == token
         for fared in (self._fared, self._fared_here):
             fared.learn(self._open_kind, draft.chances[place], is_right)
         self._num_followed = place + 1
-        if not is_right:
+        if not is_right or self._num_followed == len(draft.tokens):
             self._open = None
 
     def judge(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
-        """Nothing is learned here: `propose` compares its last draft with what came, tried or not, so that a source
-        which fared badly can come back."""
+        """Nothing is learned here: `follow` compares every draft with what came, those that nobody tried too, so that a
+        source which fared badly can come back."""
 
     def propose(self, max_num_tokens: int) -> Draft | None:
         """What followed the longest matches, or how the text goes on that the answer went along with, as far as it is

@@ -267,6 +267,23 @@ def test_a_text_that_is_gone_is_drafted_from_no_more() -> None:
     assert drafter.propose(4) is None
 
 
+def test_the_last_draft_of_an_answer_is_learned_from_though_nobody_asks_again() -> None:
+    """What it was worth counts for its reader's next answers; what was said since is no less a part of the answer."""
+    fared = Acceptance()
+    drafter = TextDrafter(COPIED, TextIndex(COPIED), acceptance=fared)
+    drafter.follow(COPIED[:5])
+    draft = drafter.propose(4)
+    assert draft is not None
+    drafter.follow([*draft.tokens, 7])
+    assert fared.shift(draft.source) > 0
+    assert list(drafter.answer) == [*COPIED[:5], *draft.tokens, 7]
+    drafter.follow(range(1000, 1200))
+    assert drafter.propose(4) is None and len(drafter.answer) == 210
+    drafter.follow(COPIED[:5])
+    again = drafter.propose(4)
+    assert again is not None and again.tokens == draft.tokens
+
+
 def test_a_search_that_believes_hashes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is drafted then did not stand behind the answer's end."""
     _follows_the_longest_matches([1, 2, 3, 0, 2, 1], [], [], [1, 2, 3], 4)

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import API_KEY, Stage
-from tests.e2e.servers import ServerProcess, serving, wait_until
+from tests.e2e.servers import ROOT, ServerProcess, serving, wait_until
 from tests.e2e.test_openai_errors import ENDLESS
 from tests.proxy.held import ANNA, ANNAS_SECOND, BOSS, OTTO, limited, write_keys
 
@@ -193,24 +193,31 @@ def test_another_principal_finds_nothing_of_a_prompt(deployed: Deployed, protoco
     assert (first, others) == (0, 0) and own > len(SYSTEM.split())
 
 
-LONG: list[Any] = [{"role": "user", "content": "Go on to the next house. " * 5000}]
-"""Read in some seconds, so that another request comes meanwhile."""
+LONG: list[Any] = [{"role": "user", "content": "Go on to the next house. " * 600}]
+"""Read in some seconds where reading is slow, so that another request comes meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def reading_slowly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder, script = tmp_path_factory.mktemp("slow"), ROOT / "tests" / "e2e" / "slow_prefill.py"
+    settings = {"API_KEY": API_KEY, "API_KEYS_FILE": write_keys(folder / "keys.toml"), "TENANT_ISOLATION": "true"}
+    with serving(folder / "server", "--demo=tiny", script=script, PREFILL_STEP_SIZE=64, **settings) as server:
+        yield Deployed(server.wait_until_proxy_ready(), folder / "keys.toml")
 
 
 @pytest.mark.parametrize(("key", "waits"), [(OTTO, False), (ANNAS_SECOND, True)], ids=["another", "its own"])
-def test_a_tenant_waits_for_no_row_of_another(deployed: Deployed, key: str, waits: bool) -> None:
-    """The same prompt while it is being read for the first one: another principal reads it itself from the start, and
-    both are read at the same time; a key of the same principal, the control, waits and finds it."""
-    deployed.holders()
-    assert deployed.ask(API_KEY, "DELETE", "/v1/cache")[0] == 200
+def test_a_tenant_waits_for_no_row_of_another(reading_slowly: Deployed, key: str, waits: bool) -> None:
+    """The same prompt while it is being read for the first one: another principal reads it itself from the start; a key
+    of the same principal, the control, waits and finds it."""
+    assert reading_slowly.ask(API_KEY, "DELETE", "/v1/cache")[0] == 200
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(chat, deployed, ANNA, LONG)
-        deployed.server.wait_for(num_running=1)
-        second = pool.submit(chat, deployed, key, LONG)
-        deployed.server.wait_for(num_running=2)
+        first = pool.submit(chat, reading_slowly, ANNA, LONG)
+        reading_slowly.server.wait_for(num_running=1)
+        second = pool.submit(chat, reading_slowly, key, LONG)
+        reading_slowly.server.wait_for(num_running=2 - waits, num_waiting=int(waits))
         assert not first.done(), "nobody could have waited"
-        num_read = [first.result(), second.result()]
-    assert num_read[0] == 0 and (num_read[1] > 0) is waits
+        found = [first.result(), second.result()]
+    assert found[0] == 0 and (found[1] > 0) is waits
 
 
 def test_principals_are_apart(deployed: Deployed) -> None:
