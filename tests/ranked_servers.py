@@ -5,7 +5,7 @@ import contextlib
 import http.client
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,8 @@ class Written:
     num_cached_tokens: int
 
 
-def write(port: int, text: str, num_tokens: int = 48) -> Written:
-    """A greedy answer to a user's message."""
+def write(port: int, text: str, num_tokens: int = 48, never: Iterable[int] = ()) -> Written:
+    """A greedy answer to a user's message, without the tokens of `never`."""
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": text}],
@@ -128,6 +128,7 @@ def write(port: int, text: str, num_tokens: int = 48) -> Written:
         "repetition_penalty": 1,
         "logprobs": True,
         "top_logprobs": 2,
+        "logit_bias": {str(token): -100 for token in never},
     }
     answer = posted(port, "/v1/chat/completions", body)
     tokens = answer["choices"][0]["logprobs"]["content"]
