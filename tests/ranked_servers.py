@@ -119,7 +119,8 @@ class Written:
 
 
 def write(port: int, text: str, num_tokens: int = 48, never: Iterable[int] = ()) -> Written:
-    """A greedy answer to a user's message, without the tokens of `never`."""
+    """A greedy answer to a user's message, without the tokens of `never`. It thinks nothing: log-probabilities are those
+    of what is said."""
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": text}],
@@ -129,6 +130,7 @@ def write(port: int, text: str, num_tokens: int = 48, never: Iterable[int] = ())
         "logprobs": True,
         "top_logprobs": 2,
         "logit_bias": {str(token): -100 for token in never},
+        "enable_thinking": False,
     }
     answer = posted(port, "/v1/chat/completions", body)
     tokens = answer["choices"][0]["logprobs"]["content"]
