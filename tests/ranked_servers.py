@@ -119,8 +119,8 @@ class Written:
 
 
 def write(port: int, text: str, num_tokens: int = 48, never: Iterable[int] = ()) -> Written:
-    """A greedy answer to a user's message, without the tokens of `never`. It thinks nothing: log-probabilities are those
-    of what is said."""
+    """A greedy answer to a user's message, without the tokens of `never`. It thinks nothing: log-probabilities are
+    those of what is said."""
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": text}],
