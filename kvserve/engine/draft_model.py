@@ -23,7 +23,7 @@ from kvserve.engine.kv_buffers import held_arrays
 from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.model_drafter import FEW_TOKENS, ComposedDrafter, DraftSetting, ModelDrafter
+from kvserve.engine.model_drafter import ComposedDrafter, DraftSetting, ModelDrafter
 from kvserve.engine.prefill import ALIGNMENT_TOKENS, ChunkLength
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.return_point import why_no_return
@@ -36,6 +36,9 @@ NUM_MEASURED_PASSES = 4
 MEASURED_CHUNK_TOKENS = 4 * ALIGNMENT_TOKENS
 
 IDLE_TROUBLE = "Idle work for the draft model failed"
+
+MIN_COMPLETED_TOKENS = 5
+"""Fewer are missing behind every answer: the next question computes them along with its own."""
 
 
 def refuse_unfit(model: LoadedModel, name: str) -> None:
@@ -129,7 +132,7 @@ class DraftModel:
         if row.is_over:
             del self._drafters[row]
             self.costs.note_answer(len(row.generated))
-            if is_answer_kept and num_missing > FEW_TOKENS:  # where it rested at the end, or text was drafted from
+            if is_answer_kept and num_missing >= MIN_COMPLETED_TOKENS:
                 self._complete(drafter)
         self._account()
         with costs_no_row(self._report, NO_ROOM):

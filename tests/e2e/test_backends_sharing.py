@@ -1,7 +1,6 @@
 """Two servers behind two proxies that share a Redis: a session that moves, as its server was killed, goes on warm."""
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +13,7 @@ from benchmarks.recordings import shared_folder
 from tests.e2e.cluster import Cluster, ask, cluster
 from tests.e2e.servers import ROOT, wait_until
 from tests.e2e.session_loops import Loop, Turn, play, recorded_loops
-from tests.e2e.test_backends import doors, homes
+from tests.e2e.test_backends import doors, homes, killed_while_played
 from tests.redis_servers import redis_server
 
 NUM_SESSIONS = 20
@@ -78,12 +77,7 @@ def test_a_server_that_is_killed_in_the_middle_costs_its_sessions_little(servers
     left out, a few at most. No turn is in error."""
     loops = recorded_loops(NUM_PLAYING, "midway")
     play(loops, doors(servers), 3)
-    before = homes(loops)
-    assert {"a", "b"} <= set(before)
-    killing = threading.Timer(0.5, partial(servers.servers["b"].end, signal.SIGKILL))
-    killing.start()
-    play(loops, doors(servers), 3)
-    killing.join()
+    before = killed_while_played(servers, loops, 3)
     assert set(homes(loops)) == {"a"}
     moved = [loop for loop, home in zip(loops, before, strict=True) if home == "b"]
     told = remote(servers, "a")

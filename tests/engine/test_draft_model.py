@@ -10,6 +10,7 @@ import pytest
 
 from kvserve.core import Drafted, GenerationDone, GenerationRequest
 from kvserve.engine import draft_support
+from kvserve.engine.draft_costs import DraftCosts
 from kvserve.engine.draft_model import DraftModel, refuse_unfit
 from kvserve.engine.draft_nouns import DraftSettings
 from kvserve.engine.engine_settings import DiskSettings, DraftStatus
@@ -127,6 +128,25 @@ def test_a_long_prompt_is_computed_a_chunk_a_question_and_the_rest_when_nobody_w
         after = status(engine)
     assert after.num_cached_tokens - before.num_cached_tokens >= 400
     assert after.num_computed_tokens - before.num_computed_tokens < 32
+
+
+def test_what_it_rested_through_is_computed_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the next turn, or one behind a restart, finds all of the answer."""
+    prompt, num_asked = prompt_of(60, 6), 0
+
+    def rests(_: DraftCosts) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked > 2
+
+    monkeypatch.setattr(DraftCosts, "rests", rests)
+    with drafted_engine("llama", warming=WarmSettings(grace_seconds=0.0)) as engine:
+        found = ask(engine, drafted(prompt, NUM_TOKENS))
+        do_all_idle_work(engine)
+        num_asked, before = 0, status(engine)
+        ask(engine, drafted([*prompt, *found.tokens, 300, 301], 8))
+        after = status(engine)
+    assert after.num_cached_tokens - before.num_cached_tokens >= len(prompt) + NUM_TOKENS - 1
 
 
 def test_rows_beside_one_another_are_written_as_alone(twins: Engine) -> None:
